@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
@@ -120,11 +121,10 @@ class Trainer:
         options = self._options
         first = self._load() if options.resume else 0
         self._drafter.train()
-        progress.doing(lambda: f"measuring the untrained {options.method} on held-out samples")
-        measured = self._measure(first, None, progress) if first == 0 else None  # there is nothing to save yet
+        speed = Speed(first, self.steps, options.eval_every)
+        measured = self._measure(first, None, progress, speed) if first == 0 else None  # there is nothing to save yet
         shown = {"desc": options.method, "unit": "step", "disable": not options.progress}
         with Interrupt() as interrupt, tqdm(total=self.steps, initial=first, **shown) as bar:
-            speed = Speed(first, self.steps)
             progress.doing(speed.describe)
             recent: list[float] = []
             saved = time.monotonic()
@@ -136,7 +136,8 @@ class Trainer:
                 if done == first + _FIRST_STEPS:
                     progress.say(speed.describe())
                 if done % options.eval_every == 0 or done == self.steps:
-                    measured = self._measure(done, sum(recent) / len(recent), progress)
+                    measured = self._measure(done, sum(recent) / len(recent), progress, speed)
+                    progress.doing(speed.describe)
                 ending = f", acceptance {measured.acceptance_length:.2f}" if measured else ""
                 bar.set_postfix_str(f"loss {sum(recent) / len(recent):.4f}{ending}", refresh=False)
                 bar.update()
@@ -147,7 +148,7 @@ class Trainer:
                 if interrupt.wanted and done < self.steps:
                     raise interrupt.error()
             # A run that had ended before: there is nothing left to train, and the log is complete.
-            return measured if measured is not None else self._measure(self.steps, None, progress, log=False)
+            return measured if measured is not None else self._measure(self.steps, None, progress, speed, log=False)
 
     def _order(self, first: int) -> Iterator[int]:
         """Numbers of the batches from step `first` on."""
@@ -174,11 +175,15 @@ class Trainer:
         """Products in bfloat16 if requested."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")
 
-    def _measure(self, step: int, loss: float | None, progress: Progress, *, log: bool = True) -> Measured:
-        options, rng = self._options, torch.get_rng_state()
+    def _measure(
+        self, step: int, loss: float | None, progress: Progress, speed: Speed, *, log: bool = True
+    ) -> Measured:
+        options, rng, began = self._options, torch.get_rng_state(), time.monotonic()
+        progress.doing(lambda: f"measuring on held-out samples at step {step} of {self.steps}")
         with self._precision():
             measured = measure(self._drafter, (self._held_out[n] for n in range(len(self._held_out))), options.k)
         torch.set_rng_state(rng)
+        speed.measured(time.monotonic() - began)
         if log:
             self._log(step, loss, measured)
         progress.say(
@@ -241,6 +246,27 @@ class Trainer:
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
             with aside(path) as file:
                 file.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete the checkpoint of a run whose results have been written: it is several times as large as they are."""
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # missing, or not empty
+        (folder / CHECKPOINT).parent.rmdir()
+
+
+def last_measurement(folder: Path) -> Measured:
+    """The last measurement in the log of a run that has ended.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    try:
+        line = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
+        return Measured(line["held_out_loss"], line["acceptance_length"], line["per_position"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        message = f"--resume: the run in {folder} has ended, but its log {LOG} cannot be read: {error}"
+        raise InvalidRequestError(message, param="resume") from error
 
 
 def _step_of(line: str) -> float:
