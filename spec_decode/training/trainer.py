@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from ...platform.core.errors import InvalidRequestError
+from ...platform.core.interrupt import Interrupt
 from ...platform.core.progress import Progress
 from .data import Sample, plan_batches, plan_epoch
 from .features import FeatureCache
@@ -36,33 +33,6 @@ MATRIX_RATE = 0.02
 LARGEST_GRADIENT = 1.0
 """Largest norm of a step's gradient."""
 _FIRST_STEPS = 4  # after which it is said how long the run will take
-
-
-class Interrupt:
-    """While open, the first Ctrl-C or SIGTERM only sets `wanted`, so that a step ends; a second interrupts at once."""
-
-    def __init__(self) -> None:
-        self.wanted: int | None = None
-        """The signal."""
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted is not None:
-            raise KeyboardInterrupt
-        self.wanted = number
-
-    def error(self) -> BaseException:
-        """The exception that ends the process as the signal would have."""
-        return KeyboardInterrupt() if self.wanted == signal.SIGINT else SystemExit(128 + (self.wanted or 0))
 
 
 def rate_factor(step: int, steps: int, warmup: int) -> float:

@@ -142,7 +142,7 @@ def engine_families(
     """Families of the engine's counts: it is another process, so a scrape reads the latest snapshot of them."""
     yield from _counters(engine_restarts=("Times that the engine has been started again.", restarts))
     yield from _scheduler_families(stats, counters)
-    yield from _speculation_families(counters.speculation)
+    yield from _speculation_families(counters.speculation, stats.drafters)
     yield from _lora_families(stats, counters, max_loras)
     yield from _adapter_families(stats.adapters, adapter_label)
 
@@ -166,7 +166,7 @@ def _scheduler_families(stats: EngineStats, counters: EngineCounters) -> Iterato
     )
 
 
-def _speculation_families(counts: Mapping[Labels, SpeculationCounts]) -> Iterator[Metric]:
+def _speculation_families(counts: Mapping[Labels, SpeculationCounts], drafters: Sequence[str]) -> Iterator[Metric]:
     labels: Labels = ("adapter", "tenant")
     drafts = {key: c.num_drafts for key, c in counts.items()}
     drafted = {key: c.num_draft_tokens for key, c in counts.items()}
@@ -181,6 +181,27 @@ def _speculation_families(counts: Mapping[Labels, SpeculationCounts]) -> Iterato
         (*labels, "position"),
         per_pos,
     )
+    steps, tokens = _by_drafter(counts, drafters)
+    text = "Sampling steps, by the drafter whose drafts they verified; off: without drafts."
+    yield _counter("spec_decode_steps", text, (*labels, "drafter"), steps)
+    yield _counter("spec_decode_tokens", "Tokens that those steps generated.", (*labels, "drafter"), tokens)
+    recent = {key: c.recent_drafts for key, c in counts.items()}
+    yield _gauge("spec_decode_recent_drafts", "Mean drafts of about the last 64 sampling steps.", labels, recent)
+
+
+def _by_drafter(
+    counts: Mapping[Labels, SpeculationCounts], drafters: Sequence[str]
+) -> tuple[dict[Labels, float], dict[Labels, float]]:
+    """Steps and tokens by (adapter, tenant, drafter)."""
+    steps, tokens = Counts[Labels](), Counts[Labels]()
+    for key, c in counts.items():
+        off = c.steps_by_k[0] if c.steps_by_k else 0
+        steps[*key, "off"] += off
+        tokens[*key, "off"] += off
+        for name, drafts, accepted in zip(drafters, c.drafts_by_drafter, c.accepted_by_drafter, strict=False):
+            steps[*key, name] += drafts
+            tokens[*key, name] += drafts + accepted
+    return dict(steps), dict(tokens)
 
 
 def _lora_families(stats: EngineStats, counters: EngineCounters, max_loras: int) -> Iterator[Metric]:

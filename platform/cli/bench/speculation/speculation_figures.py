@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ....core.messages import SpeculationCounts
 from ..request_figures import Round, acceptance, row_figures, speculation_of
-from .modes import Mode
+from .modes import OFF, Mode
 
 _DRAWS = 1000
 """Samples of the bootstrap."""
@@ -41,6 +42,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     cpu = [a.output_tokens / b.output_tokens * b.cpu_seconds / a.cpu_seconds for a, b in timed]
     counts = speculation_of(Round.joined(cell.rounds).requests)
     steps = sum(counts.steps_by_k)
+    tokens = steps + counts.num_accepted_tokens
     return {
         "task": cell.task,
         "kind": cell.kind,
@@ -55,8 +57,17 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
         "cpu_speedup": round(statistics.median(cpu), 4) if cpu else None,
         "same_text_as_off": _same_text(pairs),
         **(acceptance(counts) or _NO_ACCEPTANCE),
+        "tokens_per_step": round(tokens / steps, 4) if steps else None,
         "drafts_verified": {str(k): round(count / steps, 4) for k, count in enumerate(counts.steps_by_k) if count},
+        "tokens_by_drafter": {name: round(count / tokens, 4) for name, count in _by_drafter(cell, counts).items()},
     }
+
+
+def _by_drafter(cell: Cell, counts: SpeculationCounts) -> dict[str, int]:
+    """Tokens of steps without drafts ("off"), and of the steps that verified drafts of each drafter."""
+    made = zip(cell.mode.drafters, counts.drafts_by_drafter, counts.accepted_by_drafter, strict=False)
+    found = {OFF: counts.steps_by_k[0] if counts.steps_by_k else 0}
+    return {name: n for name, n in (found | {name: steps + more for name, steps, more in made}).items() if n}
 
 
 def _error_of_median(values: Sequence[float]) -> float | None:
