@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from .errors import ErrorInfo
@@ -145,15 +145,24 @@ class SpeculationCounts:
                 mine[index] += number
         self.recent_drafts = other.recent_drafts
 
+    def by_drafter(self, drafters: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Sampling steps and the tokens that they generated, by the drafter of their drafts; "off": without drafts."""
+        off = self.steps_by_k[0] if self.steps_by_k else 0
+        made = zip(drafters, self.drafts_by_drafter, self.accepted_by_drafter, strict=False)
+        return {"off": (off, off)} | {name: (steps, steps + accepted) for name, steps, accepted in made}
+
     def since(self, earlier: SpeculationCounts) -> SpeculationCounts:
-        """Counts since an earlier snapshot of the same run, without the numbers of steps."""
-        before = earlier.accepted_per_pos + [0] * len(self.accepted_per_pos)
-        return SpeculationCounts(
+        """Counts since an earlier snapshot of the same run."""
+        found = SpeculationCounts(
             self.num_drafts - earlier.num_drafts,
             self.num_draft_tokens - earlier.num_draft_tokens,
             self.num_accepted_tokens - earlier.num_accepted_tokens,
-            [new - old for new, old in zip(self.accepted_per_pos, before, strict=False)],
+            recent_drafts=self.recent_drafts,
         )
+        for name in _LISTS:
+            pairs = zip_longest(getattr(self, name), getattr(earlier, name), fillvalue=0)
+            setattr(found, name, [new - old for new, old in pairs])
+        return found
 
     @property
     def acceptance_rate(self) -> float | None:

@@ -181,27 +181,13 @@ def _speculation_families(counts: Mapping[Labels, SpeculationCounts], drafters: 
         (*labels, "position"),
         per_pos,
     )
-    steps, tokens = _by_drafter(counts, drafters)
+    chosen = {(*key, name): made for key, c in counts.items() for name, made in c.by_drafter(drafters).items()}
+    steps, tokens = ({key: made[part] for key, made in chosen.items()} for part in (0, 1))
     text = "Sampling steps, by the drafter whose drafts they verified; off: without drafts."
     yield _counter("spec_decode_steps", text, (*labels, "drafter"), steps)
     yield _counter("spec_decode_tokens", "Tokens that those steps generated.", (*labels, "drafter"), tokens)
     recent = {key: c.recent_drafts for key, c in counts.items()}
     yield _gauge("spec_decode_recent_drafts", "Mean drafts of about the last 64 sampling steps.", labels, recent)
-
-
-def _by_drafter(
-    counts: Mapping[Labels, SpeculationCounts], drafters: Sequence[str]
-) -> tuple[dict[Labels, float], dict[Labels, float]]:
-    """Steps and tokens by (adapter, tenant, drafter)."""
-    steps, tokens = Counts[Labels](), Counts[Labels]()
-    for key, c in counts.items():
-        off = c.steps_by_k[0] if c.steps_by_k else 0
-        steps[*key, "off"] += off
-        tokens[*key, "off"] += off
-        for name, drafts, accepted in zip(drafters, c.drafts_by_drafter, c.accepted_by_drafter, strict=False):
-            steps[*key, name] += drafts
-            tokens[*key, name] += drafts + accepted
-    return dict(steps), dict(tokens)
 
 
 def _lora_families(stats: EngineStats, counters: EngineCounters, max_loras: int) -> Iterator[Metric]:

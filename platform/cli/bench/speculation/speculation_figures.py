@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ....core.messages import SpeculationCounts
 from ..request_figures import Round, acceptance, row_figures, speculation_of
-from .modes import OFF, Mode
+from .modes import Mode
 
 _DRAWS = 1000
 """Samples of the bootstrap."""
@@ -42,7 +41,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     cpu = [a.output_tokens / b.output_tokens * b.cpu_seconds / a.cpu_seconds for a, b in timed]
     counts = speculation_of(Round.joined(cell.rounds).requests)
     steps = sum(counts.steps_by_k)
-    tokens = steps + counts.num_accepted_tokens
+    tokens, chosen = steps + counts.num_accepted_tokens, counts.by_drafter(cell.mode.drafters)
     return {
         "task": cell.task,
         "kind": cell.kind,
@@ -59,15 +58,8 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
         **(acceptance(counts) or _NO_ACCEPTANCE),
         "tokens_per_step": round(tokens / steps, 4) if steps else None,
         "drafts_verified": {str(k): round(count / steps, 4) for k, count in enumerate(counts.steps_by_k) if count},
-        "tokens_by_drafter": {name: round(count / tokens, 4) for name, count in _by_drafter(cell, counts).items()},
+        "tokens_by_drafter": {name: round(made / tokens, 4) for name, (_, made) in chosen.items() if made},
     }
-
-
-def _by_drafter(cell: Cell, counts: SpeculationCounts) -> dict[str, int]:
-    """Tokens of steps without drafts ("off"), and of the steps that verified drafts of each drafter."""
-    made = zip(cell.mode.drafters, counts.drafts_by_drafter, counts.accepted_by_drafter, strict=False)
-    found = {OFF: counts.steps_by_k[0] if counts.steps_by_k else 0}
-    return {name: n for name, n in (found | {name: steps + more for name, steps, more in made}).items() if n}
 
 
 def _error_of_median(values: Sequence[float]) -> float | None:
