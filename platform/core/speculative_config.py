@@ -43,6 +43,8 @@ class SpeculativeConfig:
     `num_speculative_tokens` is not given, else false: the number is then fixed."""
     prompt_lookup_max: int = _LOOKUP_MAX
     prompt_lookup_min: int = 1
+    prompt_lookup_corpus: str | None = None
+    """File or folder of texts that prompt lookup searches too; folders in it are tenants' own."""
     suffix_decoding_max_tree_depth: int = 24
     """Longest context that is matched, in tokens."""
     suffix_decoding_max_cached_requests: int = 10000
@@ -69,7 +71,7 @@ class SpeculativeConfig:
 _DERIVED = ("drafts_given", "download_dir")
 _FIELDS = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name not in _DERIVED)
 # method -> the fields of a `speculative_config` that do not apply to it.
-_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
+_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min", "prompt_lookup_corpus")
 _SUFFIX = tuple(name for name in _FIELDS if name.startswith("suffix_decoding_"))
 _NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
     "ngram": ("model", "revision", "quantization", *_SUFFIX),
@@ -138,7 +140,7 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     needs_model = needs_model and (method not in IN_TARGET_METHODS or "model" in given)
     if needs_model and (not isinstance(given.get("model"), str) or not given["model"]):
         raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
-    for name in ("revision", "quantization"):
+    for name in ("revision", "quantization", "prompt_lookup_corpus"):
         if not isinstance(given.get(name, ""), str):
             raise _wrong(f"{name} must be a string, got {given[name]!r}")
     if "quantization" in given:
