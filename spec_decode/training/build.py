@@ -31,7 +31,10 @@ from .target import Target, load_causal_lm, read_config
 _EAGLE3_UNROLL, _EAGLE1_UNROLL = 4, 1
 _LEAST_WINDOW = 2048
 """Least sliding window of a head, in tokens. Training attends to whole samples, which by default are no longer."""
-_REFUSED = ("norm_before_fc", "fc_norm", "norm_output", "fc_bias", "qkv_bias", "o_bias", "mlp_bias")
+_REFUSED = (
+    *("norm_before_fc", "fc_norm", "norm_output", "fc_bias", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
+    "several_layers",
+)
 """Variants of heads whose draft weights are not trained here."""
 
 

@@ -40,7 +40,8 @@ ARCHITECTURES = {
         "Eagle3DraftModel",
     ),
 }
-"""Method -> names in `architectures`. The layer is Llama's for every family; its tensors show its biases."""
+"""Method -> names in `architectures`. The layers are Llama's for every family; tensors show biases and Qwen3's norms of
+queries and keys."""
 _TRAITS = FamilyTraits(defaults={"vocab_size": 32000, "max_position_embeddings": 2048}, window_switch=True)
 _LAYER = "layers.0."
 HIDDEN_NORM = f"{_LAYER}hidden_norm.weight"
@@ -52,11 +53,11 @@ _COMPUTED = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """A head of one layer."""
+    """A head."""
 
     eagle3: bool
     layer: DecoderConfig
-    """The layer; its vocabulary is the target's, `hidden_size` the head's own."""
+    """Its layers; the vocabulary is the target's, `hidden_size` the head's own."""
     target_hidden_size: int
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
@@ -77,9 +78,14 @@ class EagleConfig:
     own_vocabulary: bool = False
     """There is a `d2t`."""
 
+    @property
+    def several_layers(self) -> bool:
+        """True for EAGLE-3 heads of more than one layer."""
+        return self.layer.num_layers > 1
+
 
 def canonical_name(name: str) -> str:
-    """Canonical name of a tensor: "layers.0." for the layer, no "model." in front."""
+    """Canonical name of a tensor: "layers.0." for the first layer, no "model." in front."""
     name = name.removeprefix("model.")
     return _LAYER + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
@@ -110,8 +116,8 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, target: ModelConfig) 
         raise refuse("the target's embeddings and hidden states have different sizes: EAGLE heads are not for it")
     eagle3 = method == "eagle3"
     layer = decoder_config(flat, "eagle", target.dtype, _TRAITS)
-    if layer.num_layers != 1:
-        raise refuse(f"an EAGLE head has 1 layer, this one has num_hidden_layers {layer.num_layers}")
+    if layer.num_layers != 1 and not eagle3:
+        raise refuse(f"an EAGLE-1/2 head has 1 layer, this one has num_hidden_layers {layer.num_layers}")
     if layer.hidden_size % 2:
         raise refuse(f"hidden_size {layer.hidden_size} of the head is odd")
     if "vocab_size" in flat and layer.vocab_size != target.vocab_size:
@@ -163,6 +169,7 @@ def with_tensors(config: EagleConfig, names: Collection[str]) -> EagleConfig:
         qkv_bias=any_bias("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         o_bias=any_bias("self_attn.o_proj"),
         mlp_bias=any_bias("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+        qk_norm=f"{_LAYER}self_attn.q_norm.weight" in names,
     )
     return dataclasses.replace(
         config,
@@ -185,7 +192,7 @@ def eagle_kv_bytes_per_token(path: str | Path, dtype_name: str, kv_cache_dtype: 
     dtype = DTYPES[dtype_name]
     layer = decoder_config(_flattened(read_json(Path(path) / "config.json")), "eagle", dtype, _TRAITS)
     kv_bytes = 2 * layer.num_kv_heads * layer.head_dim * kv_dtype(dtype, kv_cache_dtype).itemsize
-    return kv_bytes + layer.hidden_size * dtype.itemsize
+    return layer.num_layers * kv_bytes + layer.hidden_size * dtype.itemsize
 
 
 def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:

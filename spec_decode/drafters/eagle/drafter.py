@@ -1,10 +1,10 @@
-"""EAGLE heads as drafters: chains of drafts from one layer that reads the target's hidden states.
+"""EAGLE heads as drafters: chains of drafts from layers that read the target's hidden states.
 
-The layer pairs a token with the target's hidden state g one position *before* it:
+The first layer pairs a token with the target's hidden state g one position *before* it:
 
     position    0    1    2   ...  n           what is kept at position p of the sequence, in the blocks of all layers
     token       t0   t1   t2  ...  tn (new)
-    target's         g0   g1  ...  gn-1        of the layer: the KV of the pair (t_p, g_p-1), rotated as at p - 1
+    target's         g0   g1  ...  gn-1        of the layers: the KV of the pair (t_p, g_p-1), rotated as at p - 1
     store       g0   g1   g2  ...              of the store: g_p
 
 So a block's content depends only on the tokens up to its end: blocks are shared through the prefix cache as the
@@ -60,7 +60,7 @@ class HeadConfig(Protocol):
 
     @property
     def layer(self) -> DecoderConfig:
-        """Its layer; `hidden_size` is the head's own."""
+        """Its layers; `hidden_size` is the head's own."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class HeadConfig(Protocol):
 
 
 class StateHead(PagedModel, Protocol):
-    """Layer that reads a token and a hidden state before it: `EagleHead`, `MtpHead`."""
+    """Layers that read a token and a hidden state before it: `EagleHead`, `MtpHead`."""
 
     @property
     def config(self) -> HeadConfig:
@@ -88,8 +88,8 @@ class StateHead(PagedModel, Protocol):
         ...
 
     @property
-    def kv_layer(self) -> KVLayerSpec:
-        """KV that the layer keeps of a token."""
+    def kv_layers(self) -> tuple[KVLayerSpec, ...]:
+        """KV that each layer keeps of a token."""
         ...
 
     def linears(self) -> list[Linear]:
@@ -171,9 +171,9 @@ class EagleDrafter(TokenDrafter):
 
     @property
     def needs(self) -> DrafterNeeds:
-        """The head's layer and the store of hidden states; the target layers that it reads; its projections."""
+        """The head's layers and the store of hidden states; the target layers that it reads; its projections."""
         return DrafterNeeds(
-            kv_layers=(self._head.kv_layer, self._store.spec),
+            kv_layers=(*self._head.kv_layers, self._store.spec),
             aux_layers=self._head.config.aux_layers,
             linears=tuple(self._head.linears()),
             max_positions=self._head.config.layer.max_position_embeddings + 1,
@@ -182,8 +182,8 @@ class EagleDrafter(TokenDrafter):
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Its layers of the engine's cache."""
-        super().bind(kv[:1], prepare_adapters)
-        self._store.bind(kv[1], prepare_adapters)
+        super().bind(kv[:-1], prepare_adapters)
+        self._store.bind(kv[-1], prepare_adapters)
 
     @torch.inference_mode()
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:

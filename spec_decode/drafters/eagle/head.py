@@ -1,4 +1,4 @@
-"""The networks of EAGLE heads: one decoder layer that reads a token and the target's hidden state before it.
+"""The networks of EAGLE heads: decoder layers, the first of which reads a token and the target's hidden state before it.
 
 EAGLE-1/2 (Li et al. 2024), e being the token's embedding, h the target's hidden state after its final norm:
 
@@ -6,7 +6,7 @@ EAGLE-1/2 (Li et al. 2024), e being the token's embedding, h the target's hidden
 
 EAGLE-3 (Li et al. 2025), g = fc([hidden states entering three layers of the target]):
 
-    x = g + attention([norm(e); norm(g)]);  x += mlp(norm(x));  logits = head(norm(x))
+    x = g + attention([norm(e); norm(g)]);  x += mlp(norm(x));  further layers as Llama's;  logits = head(norm(x))
 
 x replaces h or g in further drafts.
 """
@@ -26,6 +26,7 @@ from ....kernels.rms_norm import adds_residuals
 from ....kernels.rope import Rotation
 from ....models.attention import attention_spec, make_attention
 from ....models.batch import ForwardBatch, KVLayerSpec, SequenceRows
+from ....models.decoder_layer import DecoderLayer
 from ....models.layers.linear import Linear
 from ....models.layers.norm import RMSNorm
 from ....models.layers.rope import RotaryEmbedding
@@ -60,7 +61,7 @@ class ShiftedRope(RotaryEmbedding):
 
 
 class EagleHead:
-    """One layer, built without weights: fill every slot of `weight_slots`, then run it."""
+    """Layers, built without weights: fill every slot of `weight_slots`, then run them."""
 
     def __init__(self, config: EagleConfig, target: LanguageModel, device: str) -> None:
         """`target` lends embeddings and head if the head has none.
@@ -80,9 +81,10 @@ class EagleHead:
                 f"{config.target_hidden_size}: it cannot share the target's"
             )
         self.attention = make_attention(attention_spec(layer, self.device))
-        self.rope = ShiftedRope([layer.rope], layer.head_dim, dtype=layer.dtype, device=self.device)
+        self.rope = ShiftedRope(layer.ropes, layer.head_dim, dtype=layer.dtype, device=self.device)
         self._build_linears()
         self._build_norms()
+        self._further = [DecoderLayer(layer, i, self.attention, self.device) for i in range(1, layer.num_layers)]
         self._embedding: Tensor | None = None
         self.vocabulary: DraftVocabulary | None = None
         """Set by the slot "d2t"."""
@@ -116,6 +118,12 @@ class EagleHead:
             return made
 
         self._post_norm = norm(f"{LAYER}.post_attention_layernorm")
+        self._qk_norm: RMSNorm | None = None
+        if layer.qk_norm:
+            names = [f"{LAYER}.self_attn.{part}_norm.weight" for part in ("q", "k")]
+            options: Any = {"repeats": [layer.num_heads, layer.num_kv_heads], "dtype": layer.dtype}
+            self._qk_norm = RMSNorm(names, layer.head_dim, layer.rms_norm_eps, device=self.device, **options)
+            self._norms.append(self._qk_norm)
         self._fused_norm: RMSNorm | None = None
         self._aux_norms: list[RMSNorm] = []
         if not config.eagle3:
@@ -129,13 +137,15 @@ class EagleHead:
             self._aux_norms = [norm(f"fc_norm.{i}", config.target_hidden_size) for i in range(len(config.aux_layers))]
 
     @property
-    def kv_layer(self) -> KVLayerSpec:
-        """KV that the layer keeps of a token."""
-        return KVLayerSpec(self.config.layer.num_kv_heads, self.config.layer.head_dim)
+    def kv_layers(self) -> tuple[KVLayerSpec, ...]:
+        """KV that each layer keeps of a token."""
+        layer = self.config.layer
+        return (KVLayerSpec(layer.num_kv_heads, layer.head_dim),) * layer.num_layers
 
     def linears(self) -> list[Linear]:
         """In the order of the computation."""
-        return [self._fc, self._qkv, self._o, self._gate_up, self._down]
+        first = [self._fc, self._qkv, self._o, self._gate_up, self._down]
+        return first + [linear for layer in self._further for linear in layer.linears()]
 
     def quantizable(self) -> list[Linear]:
         """All projections, the head's own output head among them."""
@@ -149,6 +159,9 @@ class EagleHead:
             slots |= linear.weight_slots()
         for norm in self._norms:
             slots |= norm.weight_slots()
+        for layer in self._further:
+            slots |= layer.weight_slots()
+        slots = {name.removeprefix("model."): slot for name, slot in slots.items()}
         if config.own_embedding:
             slots["embed_tokens.weight"] = WeightSlot(
                 (config.layer.vocab_size, hidden), self._load_embedding, hidden**-0.5
@@ -185,7 +198,7 @@ class EagleHead:
         return self._fc.forward(joined, Adapters(adapters))
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, last: LastRows | None) -> Tensor:
-        """Compute a batch; the tokens' KV is written to `batch.kv[0]`.
+        """Compute a batch; the tokens' KV is written to `batch.kv`. Layers before the last compute all T tokens.
 
         Args:
             hidden: [T, H], for each token the fused hidden states, or the head's own output, of the position before it.
@@ -200,11 +213,13 @@ class EagleHead:
             x = torch.cat((self._token_norm(embedded), normed), dim=-1)
         else:
             x = residual = self._fc.forward(torch.cat((embedded, hidden), dim=-1), batch)
-        window = self.config.layer.windows[0]
+        layer = self.config.layer
+        window = layer.windows[0]
         qkv = self._qkv.forward(x, batch)
-        attended = self.attention.forward_qkv(qkv, batch.rotations[0], None, batch.kv[0], batch.attention, window)
+        rotation = batch.rotations[layer.ropes.index(layer.layer_ropes[0]) if layer.layer_ropes else 0]
+        attended = self.attention.forward_qkv(qkv, rotation, self._qk_norm, batch.kv[0], batch.attention, window)
         rows: ForwardBatch | Adapters = batch
-        if last is not None:
+        if last is not None and not self._further:
             attended, residual = last.rows.last_of(attended, residual)
             rows = Adapters(last.adapters())
         if adds_residuals(self.device):
@@ -214,6 +229,10 @@ class EagleHead:
             normed = self._post_norm(x)
         inner = act_and_mul(self._gate_up.forward(normed, rows), self.config.layer.hidden_act)
         x = self._down.forward(inner, rows, residual=x)
+        for further, kv in zip(self._further, batch.kv[1:], strict=True):
+            x = further.forward(x, batch, kv)
+        if last is not None and self._further:
+            (x,) = last.rows.last_of(x)
         return self._final_norm(x) if self.config.norm_output else x
 
     def logits(self, state: Tensor, out: Tensor | None = None) -> Tensor:

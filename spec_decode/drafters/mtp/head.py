@@ -45,9 +45,9 @@ class MtpHead:
         ]
 
     @property
-    def kv_layer(self) -> KVLayerSpec:
+    def kv_layers(self) -> tuple[KVLayerSpec, ...]:
         """KV that the layer keeps of a token."""
-        return self.config.kv_layer
+        return (self.config.kv_layer,)
 
     def linears(self) -> list[Linear]:
         """In the order of the computation."""

@@ -47,6 +47,10 @@ EAGLE3 = {
         "aux": (1, 2, 4),
         "own_head": True,
     },
+    "three layers": {"layers": 3, "draft_vocab": 40},
+    "speculators, two layers of Qwen3": {"layers": 2, "speculators": True, "qk_norm": True, "own_embedding": True},
+    "layers.0 and layers.1": {"layers": 2, "layers0": True, "norm_before_residual": True},
+    "norms of queries and keys": {"qk_norm": True, "norm_output": True},
 }
 VARIANTS = [("eagle", o) for o in EAGLE1.values()] + [("eagle3", o) for o in EAGLE3.values()]
 NAMES = [f"1: {n}" for n in EAGLE1] + [f"3: {n}" for n in EAGLE3]

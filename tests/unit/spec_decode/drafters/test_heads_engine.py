@@ -64,7 +64,7 @@ def _learn_by_heart(head, target, prompts, texts) -> None:
         for prompt, text, state in zip(prompts, texts, states, strict=True):
             known = head.fuse([s.clone() for s in state])
             for _ in range(2):
-                output, logits = head.layer(text[1:-1], known)
+                output, logits = head.forward(text[1:-1], known)
                 start = len(prompt) - 2
                 F.cross_entropy(logits[start:], torch.tensor(text[2 + start :])).backward(retain_graph=True)
                 known = torch.cat((known[:1], output[:-1]))
