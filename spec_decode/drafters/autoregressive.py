@@ -194,10 +194,8 @@ class TokenDrafter(Drafter):
             drafting, of_them = [sequences[i] for i in asking], step.outcome.of(asking)
             known = _sampled_rows(drafting, of_them, self.first_position)
             states = self._sampled_states(known, kept)
-            if not self._loop(drafting, known, states):
-                output = self._forward(drafting, known, states)
-                self._draft(drafting, output._replace(overshoot=of_them.total))
-                join_drafts(drafting)
+            self._compute_and_draft(drafting, known, states, [*range(len(drafting))], of_them.total)
+            join_drafts(drafting)
         return [Proposal(s.drafts, len(s.row.tokens) if s.num_wanted else 0) for s in sequences]
 
     def _drafting(self, row: DraftRow) -> Drafting:
@@ -238,11 +236,26 @@ class TokenDrafter(Drafter):
         for sequence, chunk in zip(behind, chunks, strict=True):
             sequence.start += len(chunk)
         drafting = [i for i, s in enumerate(behind) if s.start == s.end and s.num_wanted]
-        if not self._loop(behind, rows, states):
-            output = self._forward(behind, rows, states)
-            self._draft(*_select(behind, output, drafting))
+        self._compute_and_draft(behind, rows, states, drafting)
         for i in drafting if self.drafts_count else ():
             behind[i].start += behind[i].num_wanted - 1
+
+    def _compute_and_draft(
+        self,
+        sequences: list[Drafting],
+        rows: SequenceRows,
+        states: Tensor | None,
+        drafting: list[int],
+        overshoot: Tensor | None = None,
+    ) -> None:
+        """Compute the `rows` of B sequences, and make all drafts of those in `drafting`.
+
+        Args:
+            overshoot: [B], see `PassOutput.overshoot`.
+        """
+        if not self._loop(sequences, rows, states):
+            output = self._forward(sequences, rows, states)._replace(overshoot=overshoot)
+            self._draft(*_select(sequences, output, drafting))
 
     def _loop(self, sequences: Sequence[Drafting], rows: SequenceRows, states: Tensor | None) -> bool:
         """Compute the `rows` of B sequences and draft for those that reach their end, in one graph; False, without a

@@ -1,12 +1,14 @@
 """Configuration of an EAGLE head: from its config.json, its tensors, and its target.
 
 Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (EAGLE-2 has the same weights);
-Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test".
+Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test";
+Hui et al. 2026, "P-EAGLE: Parallel-Drafting EAGLE with Scalable Training".
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +35,16 @@ ARCHITECTURES = {
     "eagle3": (
         *(
             pattern.format(family)
-            for pattern in ("{}ForCausalLM", "Eagle3{}ForCausalLM", "Eagle{}ForCausalLM", "{}ForCausalLMEagle3")
+            for pattern in (
+                *("{}ForCausalLM", "Eagle3{}ForCausalLM", "Eagle{}ForCausalLM", "{}ForCausalLMEagle3"),
+                "Peagle{}ForCausalLM",
+            )
             for family in _FAMILIES
         ),
         "Eagle3Speculator",
         "Eagle3DraftModel",
+        "PEagleSpeculator",
+        "PEagleDraftModel",
     ),
 }
 """Method -> names in `architectures`. The layers are Llama's for every family; tensors show biases and Qwen3's norms of
@@ -49,6 +56,9 @@ HIDDEN_NORM = f"{_LAYER}hidden_norm.weight"
 # Tensors of public files that follow from others.
 _NOT_NEEDED = ("t2d",)
 _COMPUTED = "rotary_emb.inv_freq"
+MASK = "mask_hidden"
+"""Tensor that P-EAGLE heads alone have: hidden states of a mask, in place of the target's."""
+_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +80,8 @@ class EagleConfig:
     """EAGLE-3: a norm for each of them (`fc_norm.i`)."""
     norm_output: bool = False
     """EAGLE-3: the next step is fed the hidden state after the final norm."""
+    mask_token_id: int | None = None
+    """P-EAGLE: the token that stands for drafts not made yet; None: drafts are made one after the other."""
     fc_bias: bool = False
     own_embedding: bool = False
     """False: the head uses the target's embedding."""
@@ -96,11 +108,15 @@ def head_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises:
         NotFoundError, InvalidRequestError: see `read_tensors`.
     """
-    return {
+    tensors = {
         canonical_name(name): tensor
         for name, tensor in read_tensors(path).items()
         if name not in _NOT_NEEDED and not name.endswith(_COMPUTED)
     }
+    if MASK in tensors:  # public files have one or two dimensions of 1 before
+        mask = tensors[MASK]
+        tensors[MASK] = StoredTensor((math.prod(mask.shape),), lambda: mask.dense().flatten())
+    return tensors
 
 
 def read_eagle_config(raw: Mapping[str, Any], method: str, target: ModelConfig) -> EagleConfig:
@@ -134,6 +150,7 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, target: ModelConfig) 
                 name: bool(own.get(name))
                 for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
             },
+            mask_token_id=_mask_token(own, target.vocab_size),
         )
         if config.draft_vocab_size > target.vocab_size:
             raise refuse(f"draft_vocab_size is {config.draft_vocab_size}, the target's vocabulary {target.vocab_size}")
@@ -213,7 +230,7 @@ def _object(raw: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 def _check_architecture(raw: Mapping[str, Any], method: str) -> None:
     kind = raw.get("speculators_model_type")
-    if kind is not None and kind != method:
+    if kind is not None and (kind if kind != "peagle" else "eagle3") != method:
         raise refuse(f"config.json: speculators_model_type is {kind!r}, the method {method!r}")
     named = named_architectures(raw)
     known = ARCHITECTURES[method]
@@ -248,6 +265,24 @@ def _aux_layers(own: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
                 f"eagle_aux_hidden_state_layer_ids are {list(layers)}{default}, the target has {num_layers} layers"
             )
     return tuple(layers)
+
+
+def _mask_token(own: Mapping[str, Any], vocab_size: int) -> int | None:
+    """See `EagleConfig.mask_token_id`.
+
+    Raises:
+        InvalidRequestError: a P-EAGLE head names no token of the target.
+    """
+    named = any(own.get(field) is not None for field in _MASK_TOKENS[1:])
+    if not named and not own.get("parallel_drafting") and own.get("speculators_model_type") != "peagle":
+        return None
+    field = next((field for field in _MASK_TOKENS if own.get(field) is not None), None)
+    if field is None:
+        raise refuse(f"config.json: a P-EAGLE head needs one of {', '.join(_MASK_TOKENS)}")
+    token = own[field]
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise refuse(f"config.json: {field} must be one of the target's {vocab_size} tokens, got {token!r}")
+    return token
 
 
 def _integer(flat: Mapping[str, Any], field: str, default: int) -> int:

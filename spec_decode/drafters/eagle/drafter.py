@@ -15,9 +15,7 @@ g is known: only KV computed from the target's g counts (`Proposal.num_draft_com
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
@@ -34,24 +32,16 @@ from ....models.batch import (
     SequenceRows,
     build_batch,
 )
-from ....models.checkpoint.json_files import read_json
-from ....models.checkpoint.paths import resolve_model_path
 from ....models.pass_graphs import PassOptions
-from ....models.quantization import unpack
-from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import DraftVocabulary, PassOutput, most_likely_ids
-from ..autoregressive import TokenDrafter, TokenDrafterOptions, token_drafter_options, warn_of_short_reach
+from ..autoregressive import TokenDrafter, TokenDrafterOptions
 from ..base import DrafterNeeds, DraftRow, TargetOutput
-from ..checkpoint import PARAM, fill, fill_randomly, quantise
-from ..factory import DrafterContext
-from .config import EagleConfig, eagle_kv_bytes_per_token, head_tensors, read_eagle_config, with_tensors
-from .head import EagleHead, LastRows
+from .head import LastRows
 from .hidden_store import HiddenStore
 
 if TYPE_CHECKING:
     from ....models.config import DecoderConfig
     from ....models.layers.linear import Linear
-    from ....models.model import ModelConfig
     from ....models.pass_graphs import PassInputs
 
 
@@ -103,55 +93,6 @@ class StateHead(PagedModel, Protocol):
     def forward(self, batch: ForwardBatch, hidden: Tensor, last: LastRows | None) -> Tensor: ...
 
     def logits(self, state: Tensor, out: Tensor | None = None) -> Tensor: ...
-
-
-def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
-    """Load `config.model` as an EAGLE head of the method that it names ("eagle" or "eagle3").
-
-    Raises:
-        InvalidRequestError: it does not fit the target, or is no such head; with both figures.
-        NotFoundError, UnsupportedModelError: as for any model.
-    """
-    path = _path(config)
-    head_config = read_eagle_config(read_json(path / "config.json"), config.method, context.target.config)
-    form = head_config.layer.quantization
-    if context.load_format == "dummy":
-        head = EagleHead(_for_random_weights(head_config), context.target, context.device)
-        quantise(head.quantizable(), config, context, None if form is None else form.method)
-        slots = head.weight_slots()
-        if "d2t" in slots:
-            slots.pop("d2t").load(torch.zeros(head_config.draft_vocab_size, dtype=torch.int64))
-        fill_randomly(slots, context.seed)
-    else:
-        stored = head_tensors(path)
-        if form is not None:
-            stored = unpack(stored, form, lambda _: True, PARAM)
-        head = EagleHead(with_tensors(head_config, stored.keys()), context.target, context.device)
-        quantise(head.quantizable(), config, context, None if form is None else form.method)
-        fill(path, head.weight_slots(), stored)
-    warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
-    return EagleDrafter(head, **token_drafter_options(config, context))
-
-
-def check(config: SpeculativeConfig, target: ModelConfig, model_path: Path) -> None:
-    """Refuse a head that does not fit the target, from its config.json alone."""
-    read_eagle_config(read_json(_path(config) / "config.json"), config.method, target)
-
-
-def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: str) -> int:
-    """Bytes a token of the head's KV and of the hidden states that it keeps; see `draft_kv_bytes_per_token`."""
-    return eagle_kv_bytes_per_token(_path(config), dtype, kv_cache_dtype)
-
-
-def _path(config: SpeculativeConfig) -> Path:
-    return resolve_model_path(config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir)
-
-
-def _for_random_weights(config: EagleConfig) -> EagleConfig:
-    """`config` with embedding and head of its own if the target's do not fit."""
-    smaller = config.draft_vocab_size != config.layer.vocab_size
-    other = config.layer.hidden_size != config.target_hidden_size
-    return dataclasses.replace(config, own_embedding=other, own_head=other or smaller, own_vocabulary=smaller)
 
 
 class EagleDrafter(TokenDrafter):

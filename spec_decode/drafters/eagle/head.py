@@ -1,4 +1,4 @@
-"""The networks of EAGLE heads: decoder layers, the first of which reads a token and the target's hidden state before it.
+"""The networks of EAGLE heads: decoder layers. The first reads a token and the target's hidden state before it.
 
 EAGLE-1/2 (Li et al. 2024), e being the token's embedding, h the target's hidden state after its final norm:
 
@@ -8,7 +8,7 @@ EAGLE-3 (Li et al. 2025), g = fc([hidden states entering three layers of the tar
 
     x = g + attention([norm(e); norm(g)]);  x += mlp(norm(x));  further layers as Llama's;  logits = head(norm(x))
 
-x replaces h or g in further drafts.
+x replaces h or g in further drafts. P-EAGLE (Hui et al. 2026) makes these in the same pass, with e and g of a mask.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ....models.model import LanguageModel
 from ...verify.draft_sampling import DraftVocabulary
 from ..base import Adapters
 from ..checkpoint import refuse
-from .config import EagleConfig
+from .config import MASK, EagleConfig
 
 LAYER = "layers.0"
 
@@ -86,6 +86,8 @@ class EagleHead:
         self._build_norms()
         self._further = [DecoderLayer(layer, i, self.attention, self.device) for i in range(1, layer.num_layers)]
         self._embedding: Tensor | None = None
+        self._mask: Tensor | None = None
+        self._mask_state: Tensor | None = None  # without adapters
         self.vocabulary: DraftVocabulary | None = None
         """Set by the slot "d2t"."""
 
@@ -166,12 +168,17 @@ class EagleHead:
             slots["embed_tokens.weight"] = WeightSlot(
                 (config.layer.vocab_size, hidden), self._load_embedding, hidden**-0.5
             )
+        if config.mask_token_id is not None:
+            slots[MASK] = WeightSlot((len(config.aux_layers) * config.target_hidden_size,), self._load_mask, 1.0)
         if config.own_vocabulary:
             slots["d2t"] = WeightSlot((config.draft_vocab_size,), self._load_vocabulary)
         return slots
 
     def _load_embedding(self, tensor: Tensor) -> None:
         self._embedding = tensor.to(self.device, self.config.layer.dtype, copy=True).contiguous()
+
+    def _load_mask(self, tensor: Tensor) -> None:
+        self._mask = tensor.to(self.device, self.config.layer.dtype, copy=True)
 
     def _load_vocabulary(self, offsets: Tensor) -> None:
         ids = torch.arange(len(offsets)) + offsets.cpu().long()
@@ -196,6 +203,16 @@ class EagleHead:
         if self._fused_norm is not None:
             joined = self._fused_norm(joined)
         return self._fc.forward(joined, Adapters(adapters))
+
+    def mask_states(self, count: int, adapters: Any) -> Tensor:
+        """The first layer's input [count, H] of masks, each fused with its adapter's weights."""
+        assert self._mask is not None, "a P-EAGLE head"
+        parts = self._mask.view(len(self.config.aux_layers), 1, -1)
+        if adapters is not None:
+            return self.fuse(parts.repeat(1, count, 1).unbind(), adapters)
+        if self._mask_state is None:
+            self._mask_state = self.fuse(parts.unbind(), None)
+        return self._mask_state.expand(count, -1)
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, last: LastRows | None) -> Tensor:
         """Compute a batch; the tokens' KV is written to `batch.kv`. Layers before the last compute all T tokens.

@@ -44,7 +44,8 @@ def adapt(drafter, weights: dict) -> dict:
     generator, merged = torch.Generator().manual_seed(9), dict(weights)
     for linear in drafter.needs.linears:
         deltas = []
-        for name, _ in linear.slices:
+        for full, _ in linear.slices:
+            name = full.removeprefix("model.")
             weight = weights[f"{name}.weight"]
             deltas.append(0.3 * torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5)
             merged[f"{name}.weight"] = weight + deltas[-1]
@@ -52,7 +53,16 @@ def adapt(drafter, weights: dict) -> dict:
     return merged
 
 
-@pytest.mark.parametrize(("method", "options"), [("eagle", {"fc_bias": True}), ("eagle3", {"draft_vocab": 60})])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("eagle", {"fc_bias": True}),
+        ("eagle3", {"draft_vocab": 60}),
+        ("eagle3", {"layers": 3}),
+        ("eagle3", {"layers": 2, "mask_token": 7, "draft_vocab": 60}),
+    ],
+    ids=["eagle", "eagle3", "three layers", "P-EAGLE"],
+)
 def test_each_row_is_drafted_for_with_its_own_weights(target, make_head, load_head, method, options):
     base, tuned = make_head(method, **options), make_head(method, **options)
     drafter = load_head(base)
