@@ -197,6 +197,10 @@ class Head:
             joined = rms(joined, w["input_norm.weight"])
         return linear(joined, w, "fc")
 
+    def mask_states(self, count: int) -> Tensor:
+        """State [count, H] of the masks of a P-EAGLE head."""
+        return self._fused([*self._exact["mask_hidden"].view(len(self.aux), -1)]).expand(count, -1)
+
     def forward(self, tokens: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
         """Input of the next step, [T, H], and the logits over the target's vocabulary, [T, V]."""
         w = self._exact
@@ -228,8 +232,8 @@ class Head:
         read, found = tokens[1:], []
         if self.mask_token is not None and drafts:
             masks = len(drafts) - 1
-            mask = self._fused([*self._exact["mask_hidden"].view(len(self.aux), -1)])
-            _, logits = self.forward([*read, *[self.mask_token] * masks], torch.cat((features, mask.expand(masks, -1))))
+            features = torch.cat((features, self.mask_states(masks)))
+            _, logits = self.forward([*read, *[self.mask_token] * masks], features)
             return [*logits[-len(drafts) :].float()]
         for draft in drafts:
             output, logits = self.forward(read, features)

@@ -20,6 +20,8 @@ IN_TARGET_METHODS = ("mtp",)
 RECORDED_METHODS = ("oracle",)
 """Methods that read recorded answers from the file `model`."""
 _LOOKUP_MAX = 5
+_AUTOMATIC = {"parallel_drafting": "eagle3", "use_heterogeneous_vocab": "draft_model"}
+"""vLLM's switches -> the method whose files decide about them; there they have no effect."""
 REJECTION_METHODS = ("standard", "invariant", "synthetic")
 
 
@@ -124,6 +126,7 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         raise _wrong(f"it must be an object with a method, got {config!r}")
     check_unsupported_options(config, SPECULATIVE, "speculative_config")
     given = {name: value for name, value in config.items() if value is not None and name not in SPECULATIVE}
+    switches = {name: given.pop(name) for name in _AUTOMATIC if name in given}
     if given.get("model") in _WITHOUT_MODEL and given.get("method", given["model"]) in _WITHOUT_MODEL:
         given.setdefault("method", given.pop("model"))
     unknown = [name for name in given if name not in _FIELDS]
@@ -132,6 +135,7 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         raise _wrong(f"unknown field {unknown[0]!r}{hint}; known are {', '.join(sorted(_FIELDS))}")
     method = given.get("method", _method_of(given["model"]) if "model" in given else None)
     method = _usual_name(method)
+    _check_switches(switches, method)
     if method in ("off", "none"):
         return None
     if method not in METHODS:
@@ -169,6 +173,15 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     return result
 
 
+def _check_switches(switches: Mapping[str, Any], method: Any) -> None:
+    """Refuse one of `_AUTOMATIC` that is on for another method."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise _wrong(f"{name} must be true or false, got {value!r}")
+        if value and method != _AUTOMATIC[name]:
+            raise _wrong(f"{name} is for method {_AUTOMATIC[name]}, whose files decide about it; got {method!r}")
+
+
 def _usual_name(method: Any) -> Any:
     """The method that vLLM calls `method`: a family's heads for multi-token prediction, such as "deepseek_mtp", are
     "mtp"."""
@@ -180,7 +193,8 @@ def _usual_name(method: Any) -> Any:
 def _method_of(model: object) -> str:
     """The method of a draft whose config has none, by the name of the model, as in vLLM."""
     name = str(model).rstrip("/").rpartition("/")[2].lower()
-    for part, method in (("eagle3", "eagle3"), ("eagle-", "eagle"), ("medusa", "medusa")):
+    parallel = (("peagle", "eagle3"), ("p-eagle", "eagle3"))
+    for part, method in (*parallel, ("eagle3", "eagle3"), ("eagle-", "eagle"), ("medusa", "medusa")):
         if part in name:
             return method
     return "draft_model"

@@ -33,7 +33,7 @@ _LEAST_WINDOW = 2048
 """Least sliding window of a head, in tokens. Training attends to whole samples, which by default are no longer."""
 _REFUSED = (
     *("norm_before_fc", "fc_norm", "norm_output", "fc_bias", "qkv_bias", "o_bias", "mlp_bias", "qk_norm"),
-    "several_layers",
+    *("several_layers", "drafts_in_parallel"),
 )
 """Variants of heads whose draft weights are not trained here."""
 

@@ -54,6 +54,9 @@ FILES: dict[str, dict[str, Any]] = {
     "eagle3": DECODER
     | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
     | {"target_hidden_size": HIDDEN, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    "peagle": DECODER
+    | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 2, "draft_vocab_size": DRAFT_VOCAB}
+    | {"ptd_token_id": 3, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     "medusa": {"medusa_num_heads": DRAFTS, "medusa_num_layers": 1},
 }
 GREEDY = SamplingParams(temperature=0.0)
@@ -70,14 +73,15 @@ class Side:
         for index, slot in enumerate(target.weight_slots().values()):
             generator = torch.Generator().manual_seed(index)
             slot.load(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
-        options = {"method": method, "model": str(folder), "num_speculative_tokens": DRAFTS}
+        named = {"peagle": "eagle3"}.get(method, method)
+        options = {"method": named, "model": str(folder), "num_speculative_tokens": DRAFTS}
         context = DrafterContext(
             target=target, device=device, dtype="float32", load_format="dummy", edit_logits=edit_draft_logits,
             max_model_len=100, graphs=graphs,
         )  # fmt: skip
         self.device = device
         self.proposer: Any = make_drafter(parse_speculative(options), context)
-        if method == "eagle3":  # its tokens are others of the target's
+        if named == "eagle3":  # its tokens are others of the target's
             self.proposer._head.weight_slots()["d2t"].load(torch.full((DRAFT_VOCAB,), VOCAB - DRAFT_VOCAB))
         self.kv: list[LayerKV] = allocate_kv(self.proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32, device)
         self.proposer.bind(self.kv, no_adapters)

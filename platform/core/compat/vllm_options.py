@@ -307,8 +307,6 @@ SPECULATIVE: dict[str, Option] = {
     "index_share_for_mtp_iteration": ignored_flag("there is no sparse attention"),
     "draft_sample_method": ignored("drafts are drawn with the noise of the target's tokens"),
     "acceptance_method": only("rejection_sampler", why="it would change the distribution of the output"),
-    "parallel_drafting": off("drafters that draft in parallel are not there yet"),
-    "use_heterogeneous_vocab": off("a draft model must have the target's vocabulary"),
     "enable_adaptive_verification": off('see "adaptive"'),
     "kv_cache_dtype": only("auto", why="a drafter's cache has the engine's kv_cache_dtype"),
     "attention_backend": ignored("kernels are chosen for the device"),

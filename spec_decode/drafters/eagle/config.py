@@ -95,6 +95,11 @@ class EagleConfig:
         """True for EAGLE-3 heads of more than one layer."""
         return self.layer.num_layers > 1
 
+    @property
+    def drafts_in_parallel(self) -> bool:
+        """True for P-EAGLE heads."""
+        return self.mask_token_id is not None
+
 
 def canonical_name(name: str) -> str:
     """Canonical name of a tensor: "layers.0." for the first layer, no "model." in front."""

@@ -168,7 +168,7 @@ class EagleHead:
             slots["embed_tokens.weight"] = WeightSlot(
                 (config.layer.vocab_size, hidden), self._load_embedding, hidden**-0.5
             )
-        if config.mask_token_id is not None:
+        if config.drafts_in_parallel:
             slots[MASK] = WeightSlot((len(config.aux_layers) * config.target_hidden_size,), self._load_mask, 1.0)
         if config.own_vocabulary:
             slots["d2t"] = WeightSlot((config.draft_vocab_size,), self._load_vocabulary)

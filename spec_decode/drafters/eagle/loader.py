@@ -49,7 +49,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> EagleDrafter:
         quantise(head.quantizable(), config, context, None if form is None else form.method)
         fill(path, head.weight_slots(), stored)
     warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
-    drafter = EagleDrafter if head_config.mask_token_id is None else ParallelEagleDrafter
+    drafter = ParallelEagleDrafter if head_config.drafts_in_parallel else EagleDrafter
     return drafter(head, **token_drafter_options(config, context))
 
 

@@ -52,6 +52,13 @@ def refused(load_head, tmp_path):
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2]}, ("[32, 96]", "[32, 64]")),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": []}, ("[]",)),
         ("eagle", {"num_hidden_layers": 2}, ("2",)),
+        ("eagle3", {"num_hidden_layers": 2}, ("missing: layers.1.self_attn.q_proj.weight",)),
+        ("eagle3", {"parallel_drafting": True}, ("mask_token_id", "pard_token", "ptd_token_id")),
+        ("eagle3", {"speculators_model_type": "peagle"}, ("mask_token_id",)),
+        ("eagle3", {"ptd_token_id": 97}, ("ptd_token_id", "97")),
+        ("eagle3", {"pard_token": "x"}, ("pard_token", "'x'")),
+        ("eagle3", {"pard_token": 4}, ("missing: mask_hidden",)),
+        ("eagle", {"speculators_model_type": "peagle"}, ("'peagle'", "'eagle'")),
         ("eagle", {"architectures": ["OPTForCausalLM"]}, ("OPTForCausalLM", "LlamaForCausalLM")),
         ("eagle", {"architectures": ["LlamaForCausalLMEagle3"]}, ("use method 'eagle3'",)),
         ("eagle3", {"architectures": ["LlamaForCausalLMEagle"]}, ("use method 'eagle'",)),
@@ -91,6 +98,7 @@ def test_hidden_states_beyond_the_last_layer_are_none(make_head, refused, load_h
         ("eagle3", {"norm.weight": None}, ("missing: norm.weight",)),
         ("eagle3", {"layers.1.mlp.up_proj.weight": torch.ones(3)}, ("unexpected: layers.1.mlp.up_proj.weight",)),
         ("eagle3", {"layers.0.self_attn.q_proj.bias": torch.ones(32)}, ("missing", "k_proj.bias", "v_proj.bias")),
+        ("eagle3", {"mask_hidden": torch.zeros(1, 96)}, ("unexpected: mask_hidden",)),
         ("eagle3", {"d2t": torch.full((97,), 60)}, ("156", "97")),
         ("eagle3", {"d2t": torch.full((97,), -1)}, ("-1", "97")),
         ("eagle3", {"d2t": torch.arange(97) * -1}, ("97 tokens to 1",)),
@@ -231,6 +239,18 @@ def test_bytes_a_token_are_those_of_the_layers(make_head, load_head, tmp_path, m
         assert eagle_kv_bytes_per_token(path, dtype) == size * sum(spec.num_elements for spec in specs)
     config = parse_speculative({"method": method, "model": str(path)})
     assert draft_kv_bytes_per_token(config, "float32") == eagle_kv_bytes_per_token(path, "float32")
+
+
+def test_a_mask_of_another_size(make_head, refused):
+    head = make_head("eagle3", mask_token=3)
+    assert "mask_hidden [32] instead of [96]" in refused(head, tensors={"mask_hidden": torch.zeros(1, 32)}).message
+
+
+def test_sizes_of_several_layers(make_head, load_head, tmp_path):
+    path = make_head("eagle3", layers=3).save(tmp_path / "three")
+    specs = load_head(path, "eagle3").needs.kv_layers
+    assert len(specs) == 4
+    assert eagle_kv_bytes_per_token(path, "bfloat16") == 2 * sum(spec.num_elements for spec in specs)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
