@@ -2,6 +2,10 @@
 
 Its layers are further layers of the target's block table: both keep position i of a sequence in the same slot, and
 share blocks, prefix cache and preemption. `autoregressive` has the order of passes.
+
+If the two have different tokenizers, drafts are of the tokens that both have (Timor et al. 2025, arXiv 2502.05202:
+token-level intersection), and the draft model reads one token of its own for each of the target's (`Translation`). So
+both still have position i of a sequence in common.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from torch import Tensor
 from ...models.batch import ForwardBatch, SequenceRows, build_batch
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
 from ...models.checkpoint.paths import resolve_model_path
-from ...models.checkpoint.vocabulary import agreement
+from ...models.checkpoint.vocabulary import Translation, agreement, translation
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.speculative_config import SpeculativeConfig
 from ..verify.draft_sampling import DraftVocabulary, PassOutput, most_likely_ids
@@ -33,7 +37,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MIN_AGREEMENT = 0.5
-"""Minimum share of tokens with the same id for a draft model whose vocabulary has another size than the target's."""
+"""Minimum share of tokens with the same id for a draft model that reads and drafts the target's ids as they are."""
+MIN_COMMON = 0.5
+"""Minimum share, of the smaller vocabulary, of tokens with the same text for a draft model with another tokenizer.
+With fewer, the context that it reads is hardly the request's."""
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafter:
@@ -45,8 +52,10 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafte
     """
     path = resolve_model_path(config.model or "", revision=config.revision, cache_dir=config.download_dir)
     facts = read_facts(path, context.dtype)
-    wanted, folder = context.target.config.vocab_size, context.model_path
-    _check_vocabulary(config.model or "", (path, facts.vocab_size), (folder and Path(folder), wanted), warns=True)
+    size, folder = context.target.config.vocab_size, context.model_path
+    translated = _match_vocabularies(
+        config.model or "", (path, facts.vocab_size), (folder and Path(folder), size), warns=True
+    )
     model = load_model(
         path,
         dtype=context.dtype,
@@ -57,8 +66,7 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> DraftModelDrafte
         options=ModelOptions(quantization=draft_rounding(config, context, facts.quantization)),
     )
     warn_of_short_reach(config.model, facts.max_position_embeddings, context.max_model_len)
-    size = context.target.config.vocab_size
-    return DraftModelDrafter(model, vocab_size=size, **token_drafter_options(config, context))
+    return DraftModelDrafter(model, vocab_size=size, translated=translated, **token_drafter_options(config, context))
 
 
 def kv_bytes_per_token(config: SpeculativeConfig, dtype: str, kv_cache_dtype: str) -> int:
@@ -77,22 +85,40 @@ def check(config: SpeculativeConfig, target: ModelConfig, model_path: Path) -> N
             "state; such models are served, and do not draft",
             param="speculative_config",
         )
-    _check_vocabulary(config.model or "", (path, facts.vocab_size), (model_path, target.vocab_size))
+    _match_vocabularies(config.model or "", (path, facts.vocab_size), (model_path, target.vocab_size))
 
 
-def _check_vocabulary(
+def _match_vocabularies(
     model: str, own: tuple[Path, int], target: tuple[Path | str | None, int], *, warns: bool = False
-) -> None:
-    """Refuse a vocabulary of another size unless both are padded ones of tokenizers that agree; warn if tokens differ.
-    `own` and `target`: folder and size of the vocabulary."""
+) -> Translation | None:
+    """Translation from the target's tokens to those of a draft model with another tokenizer; None: ids are used as they
+    are. Warns if tokens differ. `own` and `target`: folder and size of the vocabulary.
+
+    Raises:
+        InvalidRequestError: the tokenizers have too little in common; with the figures.
+    """
     (path, vocab_size), (folder, wanted) = own, target
     share = None if not folder else agreement(Path(folder), path)
+    found = None
+    if folder and share is not None and share < MIN_AGREEMENT:
+        found = translation(Path(folder), path, (wanted, vocab_size))
+    if found is not None and found.share >= MIN_COMMON:
+        if warns:
+            log.warning(
+                "speculative_config: the draft model %s has another tokenizer than the target; it drafts the %d tokens "
+                "that both have, %.1f%% of the smaller vocabulary",
+                model,
+                len(found.common),
+                100 * found.share,
+            )
+        return found
     percent = "unknown, as a tokenizer.json is missing" if share is None else f"{share:.1%}"
     if vocab_size != wanted and (share is None or share < MIN_AGREEMENT):
+        texts = "" if found is None else f"; with the same text: {found.share:.1%}, at least {MIN_COMMON:.0%} is needed"
         raise InvalidRequestError(
             f"speculative_config: the draft model {model} has a vocabulary of {vocab_size} tokens, the target one of "
-            f"{wanted}; they must be the same, or padded ones of the same tokenizer (share of tokens that agree: "
-            f"{percent})",
+            f"{wanted}; they must be the same, or padded ones of the same tokenizer, or have most texts in common "
+            f"(share of tokens that agree: {percent}{texts})",
             param="speculative_config",
         )
     if warns and share is not None and share < 1.0:
@@ -102,26 +128,38 @@ def _check_vocabulary(
             model,
             percent,
         )
+    return None
 
 
 class DraftModelDrafter(TokenDrafter):
-    """Drafts by a causal LM with the target's vocabulary and each request's own sampling parameters.
+    """Drafts by a causal LM with each request's own sampling parameters.
 
     Greedy requests get its most likely tokens; requests under the drafter-invariant rule draw from its q with the noise
     that the target will use; the others draw with noise of their own, and keep q for rejection sampling.
     """
 
     def __init__(
-        self, model: LanguageModel, *, vocab_size: int | None = None, **options: Unpack[TokenDrafterOptions]
+        self,
+        model: LanguageModel,
+        *,
+        vocab_size: int | None = None,
+        translated: Translation | None = None,
+        **options: Unpack[TokenDrafterOptions],
     ) -> None:
-        """`model` belongs to the drafter. `vocab_size`: the target's, which may differ from the model's."""
+        """`model` belongs to the drafter. `vocab_size`: the target's, which may differ from the model's. `translated`:
+        from the target's tokens, if the tokenizers differ."""
         own_size = model.config.vocab_size
         super().__init__(model, own_size, **options)
         self._model = model
         vocab_size = own_size if vocab_size is None else vocab_size
         self._num_common = min(own_size, vocab_size)
         self._vocabulary: DraftVocabulary | None = None
-        if own_size < vocab_size:
+        self._columns: Tensor | None = None  # logits of tokens that both have, if they are not the first ones
+        self._stand_ins: Tensor | None = None  # [V]
+        if translated is not None:
+            common, self._columns, self._stand_ins = (torch.tensor(ids, device=model.device) for ids in translated[:3])
+            self._vocabulary = DraftVocabulary(common, vocab_size)
+        elif own_size < vocab_size:
             self._vocabulary = DraftVocabulary(torch.arange(own_size, device=model.device), vocab_size)
 
     @property
@@ -137,13 +175,20 @@ class DraftModelDrafter(TokenDrafter):
     def _draw_from(self, output: PassOutput) -> tuple[Tensor, DraftVocabulary | None]:
         """Logits without those of tokens that the target lacks."""
         logits = self._model.compute_logits(output.hidden) if output.logits is None else output.logits
-        if logits.shape[1] != self._num_common:
-            logits = logits[:, : self._num_common].contiguous()
-        return logits, self._vocabulary
+        return self._common(logits).contiguous(), self._vocabulary
+
+    def _common(self, logits: Tensor) -> Tensor:
+        """Logits [B, C] of the tokens that both models have."""
+        if self._columns is not None:
+            return logits.index_select(1, self._columns)
+        return logits[:, : self._num_common]
 
     def _known(self, batch: ForwardBatch) -> ForwardBatch:
-        """`batch` with the model's last token in place of tokens that the model lacks."""
-        if self._vocabulary is not None:
+        """`batch` with tokens of the model's in place of the target's: the one that stands for it, or the last one for
+        all that the model lacks."""
+        if self._stand_ins is not None:
+            batch.input_ids.copy_(self._stand_ins[batch.input_ids.clamp(max=len(self._stand_ins) - 1)])
+        elif self._vocabulary is not None:
             batch.input_ids.clamp_(max=self._num_common - 1)
         return batch
 
@@ -156,4 +201,4 @@ class DraftModelDrafter(TokenDrafter):
         """Compute a `PassOutput` of all rows, in a graph."""
         hidden = self._model.forward(self._known(batch)).hidden.index_select(0, inputs.last)
         logits = self._model.compute_logits(hidden, out=self._logits[: len(hidden)])
-        return hidden, logits, most_likely_ids(logits[:, : self._num_common])
+        return hidden, logits, most_likely_ids(self._common(logits), self._vocabulary)

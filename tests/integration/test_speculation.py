@@ -278,3 +278,25 @@ def test_a_draft_model_may_have_more_embedding_rows_or_fewer(make_engine, run, s
     engine = make_engine(model=target, speculative_config=speculative, max_num_seqs=200)
     same_text(engine, PARAMS, False)
     check_frequencies(engine, run, third_token, count=1000)
+
+
+def test_a_draft_model_may_have_another_tokenizer(models, make_engine, run, same_text, third_token, tmp_path):
+    """It has the tokens in reverse order, lacks some of those in the prompts, and has others that would win."""
+    target, draft = (
+        shutil.copytree(models.target, tmp_path / "target"),
+        shutil.copytree(models.draft, tmp_path / "draft"),
+    )
+    tensors, config = load_file(draft / "model.safetensors"), json.loads((draft / "config.json").read_text())
+    size = config["vocab_size"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            tensors[name] = torch.cat((5.0 * tensors[name][:10], tensors[name][: size - 20].flip(0))).contiguous()
+    save_file(tensors, draft / "model.safetensors")
+    (draft / "config.json").write_text(json.dumps(config | {"vocab_size": size - 10}))
+    theirs = {f"own{i}" if i < 10 else f"▁t{size - 11 - i}": i for i in range(size - 10)}
+    for folder, vocabulary in ((target, {f"Ġt{i}": i for i in range(size)}), (draft, theirs)):
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    engine = make_engine(model=str(target), speculative_config=speculative, max_num_seqs=200)
+    same_text(engine, PARAMS, False)
+    check_frequencies(engine, run, third_token, count=1000)

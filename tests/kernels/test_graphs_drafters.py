@@ -50,6 +50,7 @@ DECODER = {
 }
 FILES: dict[str, dict[str, Any]] = {
     "draft_model": DECODER | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
+    "translated": DECODER | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 50},
     "eagle": DECODER | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
     "eagle3": DECODER
     | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
@@ -73,11 +74,11 @@ class Side:
         for index, slot in enumerate(target.weight_slots().values()):
             generator = torch.Generator().manual_seed(index)
             slot.load(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
-        named = {"peagle": "eagle3"}.get(method, method)
+        named = {"peagle": "eagle3", "translated": "draft_model"}.get(method, method)
         options = {"method": named, "model": str(folder), "num_speculative_tokens": DRAFTS}
         context = DrafterContext(
             target=target, device=device, dtype="float32", load_format="dummy", edit_logits=edit_draft_logits,
-            max_model_len=100, graphs=graphs,
+            max_model_len=100, graphs=graphs, model_path=str(folder / "target"),
         )  # fmt: skip
         self.device = device
         self.proposer: Any = make_drafter(parse_speculative(options), context)
@@ -161,6 +162,12 @@ class Pair:
 def make_pair(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Pair]:
     def make(method: str, max_rows: int = 4) -> Pair:
         (tmp_path / "config.json").write_text(json.dumps(FILES[method]))
+        if method == "translated":  # the draft model lacks the last tokens, and has the others in reverse order
+            (tmp_path / "target").mkdir()
+            vocabularies = {tmp_path: {f"t{49 - i}": i for i in range(50)}}
+            vocabularies[tmp_path / "target"] = {f"t{i}": i for i in range(VOCAB)}
+            for folder, vocabulary in vocabularies.items():
+                (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
         plain = Side(method, tmp_path, "cpu", None)
         limits = PassLimits(max_rows, 100, max_tokens=24, max_drafts=5, has_loops=True)
         graphs = PassGraphs(graph_backend(device, lazily=True), limits)
