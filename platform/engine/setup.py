@@ -315,6 +315,7 @@ def _make_speculation(
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.scheduler.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
         edit_logits=edit_draft_logits,
         graphs=graphs if parallel is None else None,  # embeddings and head are of all ranks
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from ...platform.core.speculative_config import SpeculativeConfig
@@ -111,7 +112,18 @@ class _History:
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:
     """Build the drafter of `config`; it loads nothing."""
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, by_match=config.adaptive)
+    from . import ngram_device
+
+    ns, device = (config.prompt_lookup_min, config.prompt_lookup_max), torch.device(context.device)
+    if not ngram_device.runs_on(device):
+        return NgramDrafter(*ns, by_match=config.adaptive)
+    return ngram_device.DeviceNgramDrafter(
+        *ns,
+        by_match=config.adaptive,
+        max_rows=context.max_num_seqs,
+        max_tokens=context.max_model_len,
+        device=device,
+    )
 
 
 class NgramDrafter(Drafter):
