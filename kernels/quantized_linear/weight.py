@@ -45,6 +45,8 @@ class QuantizedWeight:
     float8_scale: float | None = None
     """Scale with which the checkpoint's inputs are rounded to float8 e4m3, as its weights are; 0: each row has its own;
     None: they are not rounded. Devices that do not multiply float8 leave inputs as they are."""
+    float8_bound: float = math.inf
+    """Largest |x| that a row's own scale is made for; larger inputs are cut off there."""
     coarse_inputs: bool = False
     """True: kernels may round inputs to int8 if that is faster, with one scale for each group of a row."""
 
