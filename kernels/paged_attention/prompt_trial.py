@@ -32,7 +32,7 @@ def prefers_torch(planner: Planner, dtype: torch.dtype, device: torch.device) ->
     """True when torch should attend to whole prompts of this model; the trial takes some tens of milliseconds."""
     if device.type != "cuda" or planner.invariant or not can_serve(planner.options, dtype):
         return False
-    return _has_fused_kernel(planner, dtype, device) and wins(planner, dtype, device, _seconds_on_gpu)
+    return _can_fuse(planner, dtype, device) and wins(planner, dtype, device, _seconds_on_gpu)
 
 
 @torch.inference_mode()
@@ -63,7 +63,7 @@ def wins(
     return theirs <= MARGIN * ours
 
 
-def _has_fused_kernel(planner: Planner, dtype: torch.dtype, device: torch.device) -> bool:
+def _can_fuse(planner: Planner, dtype: torch.dtype, device: torch.device) -> bool:
     """True when torch would not hold all scores of such a prompt in memory."""
     num_heads, num_kv_heads, dim = planner.shape
     q = torch.empty(1, num_heads, TOKENS, dim, dtype=dtype, device=device)
