@@ -114,7 +114,7 @@ class QuantizedWeight:
 
     def has_form_of(self, other: QuantizedWeight) -> bool:
         """True if `cat` may join the two."""
-        fields = "bits", "group", "input_bits", "float8_scale", "coarse_inputs"
+        fields = "bits", "group", "input_bits", "float8_scale", "float8_bound", "coarse_inputs"
         if any(getattr(self, name) != getattr(other, name) for name in fields) or self.shape[1] != other.shape[1]:
             return False
         if self.order is not None or other.order is not None or (self.offsets is None) != (other.offsets is None):
