@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ import torch
 from outrider.kernels.device_outcome import DeviceOutcome
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
+from outrider.platform.core.speculative_config import parse_speculative
+from outrider.spec_decode.drafters import ngram_device
 from outrider.spec_decode.drafters.base import DeviceStep, DraftRow, TargetOutput
+from outrider.spec_decode.drafters.factory import DrafterContext, make_drafter
 from outrider.spec_decode.drafters.ngram import lookup
 from outrider.spec_decode.drafters.ngram_device import DeviceNgramDrafter
 
@@ -162,3 +167,17 @@ def test_rows_of_prompts_are_skipped() -> None:
     chunk = DraftRow(request, range(5), 4, 0, 0, [], False)
     running.drafter.watch([chunk], TargetOutput(on_device=DeviceStep(None, None)))
     assert running.step(["a"], 0, 3) == [_drafts(running, "a", 3)]
+
+
+@pytest.mark.parametrize("has_corpus", [False, True])
+def test_corpora_are_searched_on_the_host(has_corpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_device, "runs_on", lambda device: True)
+    config: dict[str, Any] = {"method": "ngram"}
+    if has_corpus:
+        (tmp_path / "texts.jsonl").write_text('{"token_ids": [1, 2, 3]}\n')
+        config["prompt_lookup_corpus"] = str(tmp_path / "texts.jsonl")
+    parsed = parse_speculative(config)
+    assert parsed is not None
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=9))
+    context = DrafterContext(target=target, device="cpu", dtype="float32", max_num_seqs=2)  # type: ignore[arg-type]
+    assert make_drafter(parsed, context).needs.drafts_on_device != has_corpus
