@@ -29,6 +29,7 @@ from .triton import (
     fit_registers,
     gain_kernel,
     shrink_kernel,
+    with_norm,
 )
 
 
@@ -144,8 +145,10 @@ class TritonRows:
         x = self._checked(x, groups)
         if not groups.max_tiles:
             return None
-        splits, h = self._allocate(x, groups)
-        self._shrink(x, h, groups, splits, norm)
+        config = self._shrink_configs[groups.tile]
+        config = config if norm is None else with_norm(config, x.element_size())
+        splits, h = self._allocate(x, groups, config)
+        self._shrink(x, h, groups, splits, config, norm)
         strides = self._b.stride(0), self._live.stride(0)
         return Expansion(self._b, self._live, groups.data, h, *strides, groups.h_size, *splits)
 
@@ -163,8 +166,9 @@ class TritonRows:
         x = self._checked(x, groups)
         if not groups.max_tiles:
             return None
-        splits, h = self._allocate(x, groups)
-        join = run_alongside(lambda: self._shrink(x, h, groups, splits, None), x.device)
+        config = self._shrink_configs[groups.tile]
+        splits, h = self._allocate(x, groups, config)
+        join = run_alongside(lambda: self._shrink(x, h, groups, splits, config), x.device)
         return Shrunk(x, h, splits, join)
 
     def _checked(self, x: Tensor, groups: RowGroups) -> Tensor:
@@ -175,9 +179,9 @@ class TritonRows:
             )
         return x if x.stride(1) == 1 else x.contiguous()
 
-    def _allocate(self, x: Tensor, groups: RowGroups) -> tuple[_Splits, Tensor]:
+    def _allocate(self, x: Tensor, groups: RowGroups, config: LoRAShrinkConfig) -> tuple[_Splits, Tensor]:
         """Splits of a shrink, and memory for its results."""
-        splits = self._splits(self._shrink_configs[groups.tile], groups)
+        splits = self._splits(config, groups)
         return splits, torch.empty(self._num_slices * splits.most, groups.h_size, dtype=torch.float32, device=x.device)
 
     def add(self, y: Tensor, x: Tensor, groups: RowGroups, shrunk: Shrunk | None = None) -> None:
@@ -201,8 +205,15 @@ class TritonRows:
             shrunk.join()
             self._expand(y, groups, shrunk.h, None, shrunk.splits)
 
-    def _shrink(self, x: Tensor, h: Tensor, groups: RowGroups, splits: _Splits, norm: NormWeight | None) -> None:
-        config = self._shrink_configs[groups.tile]
+    def _shrink(
+        self,
+        x: Tensor,
+        h: Tensor,
+        groups: RowGroups,
+        splits: _Splits,
+        config: LoRAShrinkConfig,
+        norm: NormWeight | None = None,
+    ) -> None:
         units = groups.max_items * self._num_slices * splits.most
         shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](
             *(x, self._a, self._live, groups.data, h, *((h, 1.0) if norm is None else (norm.scale, norm.unit))),

@@ -43,6 +43,12 @@ EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
 """Parts of the shrink's sums that an expand loads at once, by the number of tokens: as many as registers hold."""
 
 
+def with_norm(config: LoRAShrinkConfig, itemsize: int) -> LoRAShrinkConfig:
+    """Config of a shrink that multiplies its inputs by a norm's weights, in float32: of 16-bit inputs this takes so many
+    registers that some spill on Blackwell."""
+    return config if itemsize == 4 else replace(config, dot_block=min(config.dot_block, 128))
+
+
 def fit_registers(config: LoRAExpandConfig, alignment: int, itemsize: int, *, embeds: bool) -> LoRAExpandConfig:
     """Config of an expand that keeps all values in registers: loads of outputs that are not aligned need more of them,
     and so does a loop in stages over the rows of an embedding. The compiler gives the threads of 8 warps too few for
@@ -347,9 +353,9 @@ def compile_cases() -> list[CompileCase]:
         cases += [_one_slice(cases[-1])] if one_slice else []
         cases += [_invariant(cases[-1])] if one_slice and tile == 16 else []
         if tile == 16:
-            cases.append(
-                make_case(f"{name} norm", shrink_kernel, shrink | {"HAS_NORM": True}, types, **_launch(shrinks))
-            )
+            normed = with_norm(shrinks, 4 if dtype == "fp32" else 2)
+            constants = shrink | {"HAS_NORM": True, "BLOCK": normed.block, "DOT_BLOCK": normed.dot_block}
+            cases.append(make_case(f"{name} norm", shrink_kernel, constants, types, **_launch(normed)))
         alignment = 16 if features % 16 == 0 else 1
         itemsize = 4 if dtype == "fp32" else 2
         expands = fit_registers(expands, alignment, itemsize, embeds=False)
