@@ -44,8 +44,8 @@ EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
 
 
 def with_norm(config: LoRAShrinkConfig, itemsize: int) -> LoRAShrinkConfig:
-    """Config of a shrink that multiplies its inputs by a norm's weights, in float32: of 16-bit inputs this takes so many
-    registers that some spill on Blackwell."""
+    """Config of a shrink that multiplies its inputs by a norm's weights, in float32: with more 16-bit inputs at a time
+    some registers spill on Blackwell."""
     return config if itemsize == 4 else replace(config, dot_block=min(config.dot_block, 128))
 
 

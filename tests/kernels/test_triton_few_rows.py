@@ -17,6 +17,7 @@ from outrider.kernels.linear.device_few import FewRowsLinear
 from outrider.kernels.lora.groups import FEW_TOKENS, GroupBuffer, RowGroups, Segment
 from outrider.kernels.rms_norm import prepare
 
+from .compile_keys import recorded_keys
 from .test_triton_lora import Pool
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
@@ -166,6 +167,16 @@ def test_adapters(name: str, mix: str, dtype: torch.dtype, device: str) -> None:
     product.check(rows, pool_of(product, 260), segments)
 
 
+def test_values_that_no_shrink_has_written_are_not_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of rows without weights in a slice."""
+    product = Product(CASES["slices"], torch.float32, device)
+    pool = pool_of(product, 40)
+    pool.live[3:30, 1] = 0
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
+    product.check(4, pool, [(1, 2, range(3, 30)), (3, 4, [35])])
+
+
 @pytest.mark.parametrize("name", ["slices", "silu"])
 def test_a_graph_of_more_tokens_serves_a_step(name: str, device: str) -> None:
     """Tokens beyond the step's have no adapter, whatever an earlier step has left in the buffer."""
@@ -207,6 +218,22 @@ def test_the_unit_of_a_norm(peak: float) -> None:
     weight = prepare(torch.tensor([0.0, -peak, peak / 3]), EPS)
     assert 0.5 <= float(weight.scale.abs().max()) * weight.unit <= 1
     assert prepare(torch.tensor([torch.inf, 1.0]), EPS).unit == 1.0
+
+
+def test_numbers_of_tokens_and_adapters_do_not_specialise_kernels(device: str) -> None:
+    """A GPU would compile another kernel in the step that needs it."""
+    product = Product(CASES["parts"], torch.float32, device)
+    pool = pool_of(product, 260)
+    kinds = []
+    for rows in range(1, FEW_TOKENS + 1):
+        segments = [(token, token + 1, range(16 * token, 16 * token + rows)) for token in range(rows)]
+        with recorded_keys() as keys:
+            expansion = pool.kernel().expansion(product.inputs(rows)[0], RowGroups(segments, rows, pool.device), None)
+            product.linear(product.inputs(rows)[0], expansion=expansion)
+            product.linear(product.inputs(rows)[0], norm=product.norm)
+        kinds.append(keys)
+    assert kinds[0].keys() == {"shrink_kernel", "few_rows_kernel"}
+    assert all(keys == kinds[0] for keys in kinds)
 
 
 def test_calls_leave_the_counts_of_programs_at_zero(device: str) -> None:
