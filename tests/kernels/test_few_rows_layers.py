@@ -3,7 +3,9 @@ path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.config import DecoderConfig
 from outrider.models.layers.linear import Linear
+from outrider.models.pass_graphs import PassGraphs
 
+from .test_graphs_engine import files, graphs, plain, run  # noqa: F401  (fixtures)
 from .test_layer_launches import BLOCK, TARGETS, _config
 
 LENGTHS = [1, 1, 3, 1]
@@ -49,7 +53,7 @@ class Calls:
 
 
 @pytest.fixture
-def on_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> Calls:
+def on_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Calls]:
     """The path of a GPU from here on, in Triton's interpreter."""
     if device == "cuda":
         pytest.skip("compared with the CPU")
@@ -59,13 +63,18 @@ def on_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> Calls:
             monkeypatch.setattr(module, "is_grouped", lambda dtype, device: True)
         monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
         monkeypatch.setattr(grouped, "make_attention", lambda spec, *, batch_invariant: TritonAttention(spec))
-        monkeypatch.setattr(linear, "_prepacks", lambda weight: False)
-        monkeypatch.setattr(linear_products, "is_native", lambda weight: False)
-        monkeypatch.setattr(linear_products, "use_triton", lambda x: True)
-        monkeypatch.setattr(device_few, "tried_rows", lambda weight: 16)
+        use_few_rows(monkeypatch)
         return Calls(monkeypatch)
 
     return use
+
+
+def use_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our products for up to 16 tokens, as on a GPU when the trial prefers them."""
+    monkeypatch.setattr(linear, "_prepacks", lambda weight: False)
+    monkeypatch.setattr(linear_products, "is_native", lambda weight: False)
+    monkeypatch.setattr(linear_products, "use_triton", lambda x: True)
+    monkeypatch.setattr(device_few, "tried_rows", lambda weight: 16)
 
 
 class Model:
@@ -130,7 +139,7 @@ MIXES: list[list[bytes | None]] = [
 
 @pytest.mark.parametrize("mix", MIXES, ids=["base", "one", "several"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_layers(name: str, mix: list[bytes | None], on_gpu: Calls) -> None:
+def test_layers(name: str, mix: list[bytes | None], on_gpu: Callable[[], Calls]) -> None:
     config = replace(_config(3), **CONFIGS[name])
     expected = Model(config).run(mix)
     calls = on_gpu()
@@ -138,7 +147,7 @@ def test_layers(name: str, mix: list[bytes | None], on_gpu: Calls) -> None:
     assert (calls.norms, calls.all) == (6, 12)
 
 
-def test_adapters_with_gains_take_the_other_path(on_gpu: Calls) -> None:
+def test_adapters_with_gains_take_the_other_path(on_gpu: Callable[[], Calls]) -> None:
     expected = Model(_config(3), gains=True).run(MIXES[2])
     calls = on_gpu()
     model = Model(_config(3), gains=True)
@@ -148,30 +157,47 @@ def test_adapters_with_gains_take_the_other_path(on_gpu: Calls) -> None:
     assert calls.all == 12
 
 
-def test_layers_of_both_paths(on_gpu: Calls) -> None:
-    """A quantised projection in the first and in the last layer: their other products are of few tokens, too."""
+@pytest.mark.parametrize("quantized", ["layers.0.down", "layers.2.qkv"])
+def test_layers_of_both_paths(quantized: str, on_gpu: Callable[[], Calls]) -> None:
+    """A quantised projection in the first or in the last layer: its other products are of few tokens, too."""
     config = _config(3)
-    for quantized in ("layers.0.down", "layers.2.qkv"):
-        expected = Model(config, quantized=quantized).run(MIXES[2])
-        with pytest.MonkeyPatch.context() as _:
-            calls = on_gpu()
-            _compare(Model(config, quantized=quantized).run(MIXES[2]), expected)
-        assert (calls.norms, calls.all) == (4, 11)
+    expected = Model(config, quantized=quantized).run(MIXES[2])
+    calls = on_gpu()
+    _compare(Model(config, quantized=quantized).run(MIXES[2]), expected)
+    assert (calls.norms, calls.all) == (4, 11)
 
 
-def test_parts_and_experts_have_no_such_product(on_gpu: Calls) -> None:
+def test_parts_and_experts_have_no_such_product(on_gpu: Callable[[], Calls]) -> None:
     on_gpu()
     common = {"dtype": torch.float32, "device": torch.device("cpu")}
-    plain, expert = Linear("a", [("a", 8)], 4, **common), Linear("b", [("b", 8)], 4, expert=True, **common)
+    usual, expert = Linear("a", [("a", 8)], 4, **common), Linear("b", [("b", 8)], 4, expert=True, **common)
     invariant = Linear("c", [("c", 8)], 4, batch_invariant=True, **common)
     wide = Linear("d", [(f"d{index}", 8) for index in range(4)], 4, **common)
-    for part in (plain, expert, invariant, wide):
+    for part in (usual, expert, invariant, wide):
         for slot in part.weight_slots().values():
             slot.load(torch.zeros(slot.shape))
-    assert plain.fuses(16, None)
-    assert not plain.fuses(17, None)
-    assert not plain.fuses(0, None)
+    assert usual.fuses(16, None)
+    assert not usual.fuses(17, None)
+    assert not usual.fuses(0, None)
     assert not any(part.fuses(1, None) for part in (expert, invariant, wide))
+
+
+def test_text_in_graphs(
+    files: dict[str, Path],  # noqa: F811
+    graphs: PassGraphs,  # noqa: F811
+    device: str,
+    plain: Callable[[], list[list[int]]],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Replayed passes of more tokens than a step has, with adapters that change, drafts and steps of a prompt."""
+    use_few_rows(monkeypatch)
+    calls = Calls(monkeypatch)
+    found, drafted = run(files, device, "eagle3", adapted=True)
+    assert graphs.num_replayed >= 4
+    assert calls.norms > 0
+    monkeypatch.undo()
+    assert found == plain()
+    assert any(drafted.values())
 
 
 def _compare(results: list[Tensor], expected: list[Tensor]) -> None:
