@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
+from ...kernels.act_and_mul import ACTIVATIONS, act_and_mul, act_and_mul_invariant
 from .activation import plain_activation
 from .linear import AdapterRows, Linear
+from .norm import RMSNorm
 from .weights import RenamedSlot, WeightSlot
 
 
@@ -85,6 +86,16 @@ class GatedMlp:
             return self._down.forward(inner, batch, residual)
         y = self._down.forward(inner, batch).mul_(scale)
         return y if residual is None else y.add_(residual)
+
+    def fuses(self, num_tokens: int, adapters: Any) -> bool:
+        """True if `forward_fused` serves so many tokens with these adapters."""
+        is_plain = self._scales == (1.0, 1.0) and self._deviations is None and self._activation in ACTIVATIONS
+        return is_plain and all(linear.fuses(num_tokens, adapters) for linear in self.linears())
+
+    def forward_fused(self, hidden: Tensor, norm: RMSNorm, batch: AdapterRows) -> Tensor:
+        """Compute hidden + `forward` of its norm, [T, H], in two launches and, with adapters, two more."""
+        inner = self._gate_up.forward_fused(hidden, batch, norm=norm.weight, activation=self._activation)
+        return self._down.forward_fused(inner, batch, residual=hidden)
 
     @staticmethod
     def _cut(gate: Tensor, deviations: float) -> None:
