@@ -26,7 +26,7 @@ from outrider.platform.engine.engine_core import EngineCore
 from ..tiny_families import FAMILIES, SIZES, build
 
 FACTOR = int(os.environ.get("OUTRIDER_TEST_STATE_SEEDS", "1"))
-SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "falcon-h1": 1, "mamba2": 1}
+SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "kimi-linear": 1, "falcon-h1": 1, "mamba2": 1}
 """Seeds of each family, each with 60 requests or more; the last two are slow."""
 TIE = 5e-3
 """Logits that differ by less may change their order: sums are made in another order than transformers' and PEFT's."""
