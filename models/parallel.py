@@ -5,6 +5,7 @@
     experts        a rank has some experts as a whole, and all ranks the router; the ranks' results are summed
     embeddings     a rank has a range of tokens; embeddings are summed, logits put side by side
     latents        every rank has all (DeepSeek-V2); q_b and kv_b are column parallel, by heads
+    states         a rank has the states of its heads, or of its channels (`states/shares.py`)
     wide norms     over all heads (OLMo 2): a rank has every head's queries and keys while it normalises its own
 
 Where there are fewer KV heads than ranks, several ranks have the same one. The first rank adds what is added once: the
@@ -30,6 +31,8 @@ from .decoder_layer import DecoderLayer, GeneralLayer
 from .gpt_layer import GPTLayer
 from .layers.experts import SparseMlp
 from .layers.weights import Weight
+from .ranges import Range, Rows, rows_of_tensors
+from .states.shares import SharedStates, rank_states, state_share
 
 _PARAM = "tensor_parallel_size"
 
@@ -165,7 +168,7 @@ class ExpertsPart:
 class NormPart:
     """Share of one rank in a norm over all heads, of queries or of keys."""
 
-    def __init__(self, ranks: Ranks, heads: _Range) -> None:
+    def __init__(self, ranks: Ranks, heads: Range) -> None:
         """`heads`: those of this rank; several ranks may have the same ones."""
         self.size = heads.length
         """Elements of all ranks."""
@@ -225,11 +228,6 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
             f"{_PARAM} {num_ranks}: {config.architecture} has layers of several shapes, which are not divided",
             param=_PARAM,
         )
-    if config.states is not None or config.gated_attention:
-        raise InvalidRequestError(
-            f"{_PARAM} {num_ranks}: {config.architecture} has layers with recurrent state, which are not divided",
-            param=_PARAM,
-        )
     experts = config.experts
     sizes = {"num_attention_heads": config.num_heads}
     if experts is None or len(experts.layers) < config.num_layers:
@@ -254,6 +252,7 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
     return dataclasses.replace(
         config,
         experts=experts,
+        states=None if config.states is None else rank_states(config.states, num_ranks, _PARAM),
         num_heads=config.num_heads // num_ranks,
         num_kv_heads=max(1, heads // num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,
@@ -285,12 +284,13 @@ def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks)
         layer.mlp.divide(ExpertsPart(ranks), held)
 
     # Rows of the parts that each layer merges: their number, and those of this rank in units of `size`.
-    def of_heads(size: int) -> _Range:
-        return _Range(config.num_heads, rank * heads, heads, size)
+    def of_heads(size: int) -> Range:
+        return Range(config.num_heads, rank * heads, heads, size)
 
-    key = _Range(kv_heads, first_kv, num_kv, config.head_dim)
-    gate = _Range(ranks.size, rank, 1, mlp // ranks.size)
-    parts = {"qkv": [of_heads(config.head_dim), key, key], "gate_up": [gate, gate], "up": [gate]}
+    key = Range(kv_heads, first_kv, num_kv, config.head_dim)
+    gate = Range(ranks.size, rank, 1, mlp // ranks.size)
+    query = of_heads(2 * config.head_dim if config.gated_attention else config.head_dim)
+    parts: dict[str, Sequence[Range]] = {"qkv": [query, key, key], "gate_up": [gate, gate], "up": [gate]}
     columns = {"o": of_heads(config.head_dim), "down": gate}
     if (latent := config.latent) is not None:  # `key` is the one vector of a token, of which each rank has a copy
         parts |= {"qkv": [of_heads(latent.query_dim), key], "q_b": [of_heads(latent.query_dim)]}
@@ -298,6 +298,12 @@ def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks)
         columns["o"] = of_heads(latent.value_dim)
         if latent.query_rank is not None:
             del parts["qkv"]  # whole on each rank
+    if config.states is not None:
+        share = state_share(config.states, rank, ranks.size, ranks.gather)
+        parts |= share.linears
+        columns |= share.outputs
+        if isinstance(layer, SharedStates):
+            layer.divide(share)
     if isinstance(layer, GeneralLayer):
         layer.sink_part = config.num_heads, slice(rank * heads, (rank + 1) * heads)
         for (norm, _), of_norm in zip(layer.wide_norms, (of_heads(config.head_dim), key), strict=False):
@@ -311,44 +317,20 @@ def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks)
             whole = [(name, hidden) for name in names]
             summed = ".shared." not in linear.name  # else with the experts
             linear.part = LinearPart(ranks, whole, chosen.length, columns=chosen.rows(0), summed=summed)
-        elif len(names) == 1:  # one tensor of the checkpoint has the parts one after another
-            starts = [sum(part.length for part in parts[kind][:index]) for index in range(len(parts[kind]))]
-            rows = [part.rows(start) for part, start in zip(parts[kind], starts, strict=True)]
-            if kind == "qkv" and config.block is not None and config.block.by_head:
-                rows = _rows_by_head(config, of_heads(config.head_dim), key)
-            whole = [(names[0], sum(part.length for part in parts[kind]))]
-            linear.part = LinearPart(ranks, whole, linear.in_features, rows={names[0]: rows})
-        else:
-            both = dict(zip(names, parts[kind], strict=True))
-            whole = [(name, part.length) for name, part in both.items()]
-            rows_of = {name: [part.rows(0)] for name, part in both.items()}
-            linear.part = LinearPart(ranks, whole, linear.in_features, rows=rows_of)
+            continue
+        own = list(rows_of_tensors(parts[kind], [rows for _, rows in linear.slices]))
+        if kind == "qkv" and config.block is not None and config.block.by_head:
+            own = [Rows(own[0].total, _rows_by_head(config, of_heads(config.head_dim), key))]
+        whole = [(name, rows.total) for name, rows in zip(names, own, strict=True)]
+        rows_of = {name: rows.slices for name, rows in zip(names, own, strict=True)}
+        linear.part = LinearPart(ranks, whole, linear.in_features, rows=rows_of)
 
 
-def _rows_by_head(config: DecoderConfig, query: _Range, key: _Range) -> list[slice]:
+def _rows_by_head(config: DecoderConfig, query: Range, key: Range) -> list[slice]:
     """Rows of a rank's heads in a projection that has, for each KV head, its queries, its key and its value."""
     dim, group = config.head_dim, config.num_heads // config.num_kv_heads
     if query.count >= group:
-        return [_Range(key.total, key.first, key.count, (group + 2) * dim).rows(0)]
+        return [Range(key.total, key.first, key.count, (group + 2) * dim).rows(0)]
     start = key.first * (group + 2)  # in heads; the rank has some of this group's queries
     heads = [(query.first % group, query.count), (group, 1), (group + 1, 1)]
     return [slice((start + first) * dim, (start + first + count) * dim) for first, count in heads]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Range:
-    """A rank's units of all units of a matrix, and the rows of each."""
-
-    total: int
-    first: int
-    count: int
-    size: int
-
-    @property
-    def length(self) -> int:
-        """Rows of all units."""
-        return self.total * self.size
-
-    def rows(self, start: int) -> slice:
-        """Rows of this rank in a matrix where the first unit begins at `start`."""
-        return slice(start + self.first * self.size, start + (self.first + self.count) * self.size)

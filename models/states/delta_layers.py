@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,10 @@ from ..families.state_layers import DeltaNet
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..layers.weights import WeightSlot
+from ..ranges import Rows
 from .convolution import Convolution
 from .memory import LayerStates
+from .shares import StateShare
 
 
 class DeltaNetLayer(GeneralLayer):
@@ -32,6 +36,8 @@ class DeltaNetLayer(GeneralLayer):
         self._convolution = Convolution(filters, states.kernel, bias=False, **self._common)
         eps = config.rms_norm_eps if states.norm_eps is None else states.norm_eps
         self._norm_heads = RMSNorm([f"{self._module}.{names.norm}.weight"], states.value_dim, eps, **self._common)
+        decays = states.value_heads * (states.key_dim if states.by_element else 1)
+        self._rows = {"A_log": Rows.whole(states.value_heads), "dt_bias": Rows.whole(decays)}
         self._rate: Tensor | None = None
         self._rate_bias: Tensor | None = None
 
@@ -59,6 +65,11 @@ class DeltaNetLayer(GeneralLayer):
         beta, decay = (part.flatten(1) for part in second.unflatten(1, (states.key_heads, 2, -1)).unbind(2))
         return torch.cat((query, key, value), 1), gate, beta, decay
 
+    def divide(self, share: StateShare) -> None:
+        """See SharedStates."""
+        self._convolution.divide(share.channels)
+        self._rows = {name: part.alone for name, part in share.vectors.items()}
+
     def _mix(self, normed: Tensor, batch: ForwardBatch, kv: LayerKV | LayerStates) -> Tensor:
         assert isinstance(kv, LayerStates), "the layer has states"
         assert batch.states is not None, "the batch has states"
@@ -76,16 +87,15 @@ class DeltaNetLayer(GeneralLayer):
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See DecoderLayer."""
         slots = super().weight_slots() | self._convolution.weight_slots() | self._norm_heads.weight_slots()
-        heads = self._states.value_heads
-        slots[f"{self._module}.A_log"] = WeightSlot((heads,), self._load_rate)
-        slots[f"{self._module}.dt_bias"] = WeightSlot((heads,), self._load_rate_bias)
+        for name, load in (("A_log", self._load_rate), ("dt_bias", self._load_rate_bias)):
+            slots[f"{self._module}.{name}"] = WeightSlot((self._rows[name].total,), load)
         return slots
 
     def _load_rate(self, tensor: Tensor) -> None:
-        self._rate = self._rounded(tensor).exp()
+        self._rate = self._rounded(self._rows["A_log"].of(tensor.flatten())).exp()
 
     def _load_rate_bias(self, tensor: Tensor) -> None:
-        self._rate_bias = self._rounded(tensor)
+        self._rate_bias = self._rounded(self._rows["dt_bias"].of(tensor))
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         """Float32 of a tensor, rounded to the model's dtype first, as in a model that holds its weights in it."""
@@ -126,16 +136,11 @@ class KimiDeltaLayer(DeltaNetLayer):
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See DecoderLayer."""
-        slots, heads = super().weight_slots(), self._states.value_heads
+        slots, name = super().weight_slots(), f"{self._module}.A_log"
         for linear in self._wide:
             slots |= linear.weight_slots()
-        slots[f"{self._module}.A_log"] = WeightSlot((1, 1, heads, 1), self._load_rate)
-        slots[f"{self._module}.dt_bias"] = WeightSlot((heads * self._states.key_dim,), self._load_rate_bias)
-        return slots
-
-    def _load_rate(self, tensor: Tensor) -> None:
-        super()._load_rate(tensor.flatten())
+        return slots | {name: replace(slots[name], shape=(1, 1, *slots[name].shape, 1))}
 
     def _load_rate_bias(self, tensor: Tensor) -> None:
         # It stays in float32, as in transformers.
-        self._rate_bias = tensor.to(self._common["device"], torch.float32, copy=True)
+        self._rate_bias = self._rows["dt_bias"].of(tensor).to(self._common["device"], torch.float32, copy=True)

@@ -13,6 +13,7 @@ from .convolution import Convolution
 from .delta_layers import DeltaNetLayer, KimiDeltaLayer
 from .mamba_layers import MambaLayer, ParallelMambaLayer
 from .memory import LayerStates, StateSpec
+from .shares import StateShare
 
 
 def state_layer(states: StateLayers) -> type[DecoderLayer]:
@@ -48,6 +49,10 @@ class ShortConvLayer(GeneralLayer):
         assert batch.states is not None, "the batch has states"
         b, c, x = self.qkv.forward(normed, batch).chunk(3, 1)
         return self.o.forward(c * self._convolution.forward(b * x, batch.states, kv), batch)
+
+    def divide(self, share: StateShare) -> None:
+        """See SharedStates."""
+        self._convolution.divide(share.channels)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See DecoderLayer."""
