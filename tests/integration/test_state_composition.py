@@ -23,10 +23,13 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.state_size import ring_size
 from outrider.platform.engine.engine_core import EngineCore
 
+from ..thread_ranks import ranks_as_threads
 from ..tiny_families import FAMILIES, SIZES, build
 
 FACTOR = int(os.environ.get("OUTRIDER_TEST_STATE_SEEDS", "1"))
 SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "kimi-linear": 1, "falcon-h1": 1, "mamba2": 1}
+DIVIDED = {"lfm2": 1, "qwen3.5": 1}
+"""Seeds of models that two ranks compute."""
 """Seeds of each family, each with 60 requests or more; the last two are slow."""
 TIE = 5e-3
 """Logits that differ by less may change their order: sums are made in another order than transformers' and PEFT's."""
@@ -141,8 +144,10 @@ def requests(rng: random.Random, reference: Reference, count: int) -> list[Engin
     return made
 
 
-def serve(engine: EngineCore, rng: random.Random, jobs: list[EngineRequest]) -> dict[str, list[int]]:
-    """Outputs of the requests that were not aborted; they arrive while others run."""
+def serve(
+    engine: EngineCore, rng: random.Random, jobs: list[EngineRequest], *, fails: bool = True
+) -> dict[str, list[int]]:
+    """Outputs of the requests that were not aborted; they arrive while others run. A step may fail, if `fails`."""
     outputs: dict[str, list[int]] = {}
     waiting, failing = list(jobs), rng.choice([None, None, rng.randint(0, 40)])
     computes, aborted = engine.model.forward, set()
@@ -156,7 +161,7 @@ def serve(engine: EngineCore, rng: random.Random, jobs: list[EngineRequest]) -> 
             victim = rng.choice(list(outputs))
             aborted.add(victim)
             engine.abort([victim])
-        if step == failing:
+        if fails and step == failing:
             engine.model.forward = _fail
         try:
             for delta in engine.step():
@@ -180,20 +185,34 @@ def _fail(*args, **named):
 
 @pytest.mark.parametrize(("family", "seed"), [(name, seed) for name, n in SEEDS.items() for seed in range(n * FACTOR)])
 def test_random_compositions(references, family: str, seed: int) -> None:
-    reference = references(family)
+    check_composition(references(family), seed)
+
+
+@pytest.mark.parametrize(("family", "seed"), [(name, seed) for name, n in DIVIDED.items() for seed in range(n * FACTOR)])
+def test_random_compositions_on_two_ranks(references, family: str, seed: int, monkeypatch) -> None:
+    """A step that fails ends an engine of several ranks, so none does."""
+    ranks_as_threads(monkeypatch)
+    check_composition(references(family), seed, num_ranks=2)
+
+
+def check_composition(reference: Reference, seed: int, num_ranks: int = 1) -> None:
     rng = random.Random(seed)
-    engine = EngineCore(EngineArgs(**options(rng, reference)))
+    values = options(rng, reference)
+    if is_divided := num_ranks > 1:
+        values |= {"tensor_parallel_size": num_ranks, "async_scheduling": False}
+        values["kv_cache_memory_bytes"] //= num_ranks  # of one rank
+    engine = EngineCore(EngineArgs(**values))
     try:
         jobs = requests(rng, reference, 20)
-        outputs = serve(engine, rng, jobs)
+        outputs = serve(engine, rng, jobs, fails=not is_divided)
         longer = [[*job.prompt_token_ids, *outputs.get(job.request_id, [])][:90] for job in jobs]
         turns = [
             replace(job, request_id=f"turn {job.request_id}", prompt_token_ids=prompt)
             for job, prompt in zip(jobs, longer, strict=True)
         ]
         again = [replace(job, request_id=f"again {job.request_id}") for job in jobs]  # whose drafts are often right
-        outputs |= serve(engine, rng, turns)
-        outputs |= serve(engine, rng, again)
+        outputs |= serve(engine, rng, turns, fails=not is_divided)
+        outputs |= serve(engine, rng, again, fails=not is_divided)
     finally:
         engine.shutdown()
     texts: dict[str | None, list[tuple[list[int], list[int]]]] = {}
