@@ -29,10 +29,13 @@ from .config import DecoderConfig
 from .decoder import Decoder
 from .decoder_layer import DecoderLayer, GeneralLayer
 from .gpt_layer import GPTLayer
+from .families.varied_layers import VariedLayers
 from .layers.experts import SparseMlp
+from .layers.mlp import GatedMlp
 from .layers.weights import Weight
 from .ranges import Range, Rows, rows_of_tensors
 from .states.shares import SharedStates, rank_states, state_share
+from .varied_layer import VariedLayer
 
 _PARAM = "tensor_parallel_size"
 
@@ -223,30 +226,27 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
         raise InvalidRequestError(
             f"{_PARAM} {num_ranks}: a model that transformers' code computes is not divided", param=_PARAM
         )
-    if config.varied is not None:
-        raise InvalidRequestError(
-            f"{_PARAM} {num_ranks}: {config.architecture} has layers of several shapes, which are not divided",
-            param=_PARAM,
-        )
-    experts = config.experts
-    sizes = {"num_attention_heads": config.num_heads}
+    experts, varied = config.experts, config.varied
+    sizes = [("num_attention_heads", config.num_heads)]
     if experts is None or len(experts.layers) < config.num_layers:
-        sizes["intermediate_size"] = config.intermediate_size
+        sizes += [("intermediate_size", size) for size in (config.intermediate_size, *(varied.inner_sizes if varied else ()))]
     if experts is not None and experts.shared_size is not None:
-        sizes["shared_expert_intermediate_size"] = experts.shared_size
-    for name, size in sizes.items():
+        sizes.append(("shared_expert_intermediate_size", experts.shared_size))
+    for name, size in sizes:
         if size % num_ranks:
             raise InvalidRequestError(f"{_PARAM} {num_ranks} does not divide {name} {size}", param=_PARAM)
-    heads = config.num_kv_heads
-    if heads % num_ranks and num_ranks % heads:
-        raise InvalidRequestError(
-            f"{_PARAM} {num_ranks} neither divides num_key_value_heads {heads} nor is a multiple of it", param=_PARAM
-        )
+    for heads in (config.num_kv_heads, *(varied.kv_heads if varied else ())):
+        if heads % num_ranks and num_ranks % heads:
+            raise InvalidRequestError(
+                f"{_PARAM} {num_ranks} neither divides num_key_value_heads {heads} nor is a multiple of it",
+                param=_PARAM,
+            )
     if -(-config.vocab_size // num_ranks) * (num_ranks - 1) >= config.vocab_size:
         raise InvalidRequestError(f"{_PARAM} {num_ranks} is too large for vocab_size {config.vocab_size}", param=_PARAM)
+    for some in (experts, varied and varied.experts):
+        if some is not None and some.num_experts < num_ranks:
+            raise InvalidRequestError(f"{_PARAM} {num_ranks} exceeds num_experts {some.num_experts}", param=_PARAM)
     if experts is not None:
-        if experts.num_experts < num_ranks:
-            raise InvalidRequestError(f"{_PARAM} {num_ranks} exceeds num_experts {experts.num_experts}", param=_PARAM)
         shared = None if experts.shared_size is None else experts.shared_size // num_ranks
         experts = dataclasses.replace(experts, shared_size=shared)
     return dataclasses.replace(
@@ -254,8 +254,18 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
         experts=experts,
         states=None if config.states is None else rank_states(config.states, num_ranks, _PARAM),
         num_heads=config.num_heads // num_ranks,
-        num_kv_heads=max(1, heads // num_ranks),
+        num_kv_heads=max(1, config.num_kv_heads // num_ranks),
+        varied=None if varied is None else _rank_varied(varied, num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,
+    )
+
+
+def _rank_varied(varied: VariedLayers, num_ranks: int) -> VariedLayers:
+    """Sizes of each layer of one rank."""
+    return dataclasses.replace(
+        varied,
+        kv_heads=tuple(max(1, heads // num_ranks) for heads in varied.kv_heads),
+        inner_sizes=tuple(size // num_ranks for size in varied.inner_sizes),
     )
 
 
@@ -266,8 +276,8 @@ def divided_decoder(config: DecoderConfig, ranks: Ranks, device: torch.device | 
         InvalidRequestError: see `rank_config`.
     """
     model = Decoder(rank_config(config, ranks.size), device)
-    for layer in model.layers:
-        _divide(layer, config, ranks)
+    for index, layer in enumerate(model.layers):
+        _divide(layer, config.of_layer(index), ranks)
     model.embedding.part = VocabularyPart(ranks, config.vocab_size)
     return model
 
@@ -279,9 +289,12 @@ def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks)
     mlp, hidden = config.intermediate_size, config.hidden_size
     if isinstance(layer.mlp, SparseMlp):
         assert config.experts is not None
-        mlp, num_experts = config.experts.shared_size or 0, config.experts.num_experts
-        held = range(rank * num_experts // ranks.size, (rank + 1) * num_experts // ranks.size)
-        layer.mlp.divide(ExpertsPart(ranks), held)
+        mlp = config.experts.shared_size or 0
+        layer.mlp.divide(ExpertsPart(ranks), _held(config.experts.num_experts, ranks))
+    if isinstance(layer.mlp, GatedMlp):
+        layer.mlp.gather = ranks.gather
+    if isinstance(layer, VariedLayer) and layer.experts is not None:
+        layer.experts.divide(ExpertsPart(ranks), _held(layer.experts.num_experts, ranks))
 
     # Rows of the parts that each layer merges: their number, and those of this rank in units of `size`.
     def of_heads(size: int) -> Range:
@@ -324,6 +337,11 @@ def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks)
         whole = [(name, rows.total) for name, rows in zip(names, own, strict=True)]
         rows_of = {name: rows.slices for name, rows in zip(names, own, strict=True)}
         linear.part = LinearPart(ranks, whole, linear.in_features, rows=rows_of)
+
+
+def _held(num_experts: int, ranks: Ranks) -> range:
+    """Experts of this rank."""
+    return range(ranks.rank * num_experts // ranks.size, (ranks.rank + 1) * num_experts // ranks.size)
 
 
 def _rows_by_head(config: DecoderConfig, query: Range, key: Range) -> list[slice]:

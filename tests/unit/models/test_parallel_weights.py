@@ -108,6 +108,15 @@ def test_recurrent_layers_are_divided(name: str, save_tiny: Callable) -> None:
     check(folder, 4 if name in ("bamba", "falcon-h1-norm", "lfm2", "kimi-linear") else 2, "int8")
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gemma4-experts"])
+def test_layers_of_several_shapes_are_divided(name: str, quantization: str | None, save_tiny: Callable) -> None:
+    """Cut gates have the mean and the deviation of all ranks' elements."""
+    folder, _ = save_tiny(FAMILIES[name].prefix, **FAMILIES[name].config)
+    check(folder, 2, quantization)
+    check(folder, 4, quantization)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "word"),
     [("qwen3.5", 4, "linear_num_key_heads 2"), ("mamba2", 2, "groups of Mamba-2 3"), ("bamba", 4, "heads of Mamba-2 6")],

@@ -1,5 +1,5 @@
-"""Models with recurrent state on two ranks: greedy text is that of transformers and of PEFT, with drafts, chunks, cached
-prefixes, preemption and swapping."""
+"""Models with recurrent state, or with layers of several shapes, on two ranks: greedy text is that of transformers and of
+PEFT, with drafts, chunks, cached prefixes, preemption and swapping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .test_families import Served, engine_of
 
 GROUPS = {"mamba2": {"n_groups": 2}}
 """Changes of sizes that two ranks do not divide."""
-NAMES = ["lfm2", "qwen3.5", "qwen3-next", "kimi-linear", "falcon-h1", "mamba2"]
+NAMES = ["lfm2", "qwen3.5", "qwen3-next", "kimi-linear", "falcon-h1", "mamba2", "gemma3n", "gemma4", "gemma4-experts"]
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4}
 
 
