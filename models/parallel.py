@@ -28,8 +28,8 @@ from ..platform.core.errors import InvalidRequestError
 from .config import DecoderConfig
 from .decoder import Decoder
 from .decoder_layer import DecoderLayer, GeneralLayer
-from .gpt_layer import GPTLayer
 from .families.varied_layers import VariedLayers
+from .gpt_layer import GPTLayer
 from .layers.experts import SparseMlp
 from .layers.mlp import GatedMlp
 from .layers.weights import Weight
@@ -229,7 +229,9 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
     experts, varied = config.experts, config.varied
     sizes = [("num_attention_heads", config.num_heads)]
     if experts is None or len(experts.layers) < config.num_layers:
-        sizes += [("intermediate_size", size) for size in (config.intermediate_size, *(varied.inner_sizes if varied else ()))]
+        sizes += [
+            ("intermediate_size", size) for size in (config.intermediate_size, *(varied.inner_sizes if varied else ()))
+        ]
     if experts is not None and experts.shared_size is not None:
         sizes.append(("shared_expert_intermediate_size", experts.shared_size))
     for name, size in sizes:
@@ -243,7 +245,7 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
             )
     if -(-config.vocab_size // num_ranks) * (num_ranks - 1) >= config.vocab_size:
         raise InvalidRequestError(f"{_PARAM} {num_ranks} is too large for vocab_size {config.vocab_size}", param=_PARAM)
-    for some in (experts, varied and varied.experts):
+    for some in (experts, None if varied is None else varied.experts):
         if some is not None and some.num_experts < num_ranks:
             raise InvalidRequestError(f"{_PARAM} {num_ranks} exceeds num_experts {some.num_experts}", param=_PARAM)
     if experts is not None:

@@ -46,7 +46,10 @@ class ThreadRanks:
 
 def logits(model: LanguageModel) -> Tensor:
     """Logits [13, vocab] of two rows of tokens."""
-    kv, memory = allocate_kv(model.kv_layers, 4, 16, torch.float32), allocate_states(model.state_layers, 4, torch.float32)
+    kv, memory = (
+        allocate_kv(model.kv_layers, 4, 16, torch.float32),
+        allocate_states(model.state_layers, 4, torch.float32),
+    )
     states = [RowStates([1, 2], 2), RowStates([3, 4], 2)] if memory else []
     rows = SequenceRows(list(range(0, 130, 10)), [8, 5], [0, 0], [[0], [1]], states=states)
     hidden = model.forward(build_batch(rows, model, kv, states=memory)).hidden

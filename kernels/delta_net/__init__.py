@@ -6,8 +6,8 @@ norms before it and the gated norm after it.
     S[t] = exp(g[t]) · S[t-1] + k[t] (b[t] · (v[t] - exp(g[t]) · S[t-1]ᵀ k[t]))ᵀ
     o[t] = norm(S[t]ᵀ q[t]) · silu(gate[t])
 
-In Kimi Delta Attention (Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture") g[t] is a vector
-of D elements, one for each row of S, and the gate is a sigmoid.
+In Kimi Delta Attention (Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture") g[t] is a
+vector of D elements, one for each row of S, and the gate is a sigmoid.
 
 T tokens, H value heads, G key heads, each shared by H / G consecutive value heads, D elements of a key, V elements of a
 value, S slots of states.

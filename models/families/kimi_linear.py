@@ -50,7 +50,9 @@ def _layer_types(given: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def _states(values: Mapping[str, Any]) -> DeltaNet:
-    fallback = ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(values["num_hidden_layers"])]
+    fallback = [
+        "full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(values["num_hidden_layers"])
+    ]
     heads, size = positive(values, "linear_num_heads"), positive(values, "linear_head_dim")
     return DeltaNet(
         layers=state_layers(values, "linear_attention", fallback),

@@ -60,8 +60,8 @@ def rank_states(states: StateLayers, num_ranks: int, param: str) -> StateLayers:
     if isinstance(states, ShortConv):
         return dataclasses.replace(states, channels=states.channels // num_ranks)
     if isinstance(states, DeltaNet):
-        heads = {"key_heads": states.key_heads // num_ranks, "value_heads": states.value_heads // num_ranks}
-        return dataclasses.replace(states, **heads)
+        keys, values = states.key_heads // num_ranks, states.value_heads // num_ranks
+        return dataclasses.replace(states, key_heads=keys, value_heads=values)
     if states.groups % num_ranks and num_ranks % states.groups:
         raise InvalidRequestError(
             f"{param} {num_ranks} neither divides the groups of Mamba-2 {states.groups} nor is a multiple of them",

@@ -1,5 +1,5 @@
-"""Models with recurrent state, or with layers of several shapes, on two ranks: greedy text is that of transformers and of
-PEFT, with drafts, chunks, cached prefixes, preemption and swapping."""
+"""Models with recurrent state, or with layers of several shapes, on two ranks: greedy text is that of transformers and
+of PEFT, with drafts, chunks, cached prefixes, preemption and swapping."""
 
 from __future__ import annotations
 

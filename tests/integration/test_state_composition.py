@@ -188,7 +188,9 @@ def test_random_compositions(references, family: str, seed: int) -> None:
     check_composition(references(family), seed)
 
 
-@pytest.mark.parametrize(("family", "seed"), [(name, seed) for name, n in DIVIDED.items() for seed in range(n * FACTOR)])
+@pytest.mark.parametrize(
+    ("family", "seed"), [(name, seed) for name, n in DIVIDED.items() for seed in range(n * FACTOR)]
+)
 def test_random_compositions_on_two_ranks(references, family: str, seed: int, monkeypatch) -> None:
     """A step that fails ends an engine of several ranks, so none does."""
     ranks_as_threads(monkeypatch)

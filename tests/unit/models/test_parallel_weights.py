@@ -119,7 +119,11 @@ def test_layers_of_several_shapes_are_divided(name: str, quantization: str | Non
 
 @pytest.mark.parametrize(
     ("name", "size", "word"),
-    [("qwen3.5", 4, "linear_num_key_heads 2"), ("mamba2", 2, "groups of Mamba-2 3"), ("bamba", 4, "heads of Mamba-2 6")],
+    [
+        ("qwen3.5", 4, "linear_num_key_heads 2"),
+        ("mamba2", 2, "groups of Mamba-2 3"),
+        ("bamba", 4, "heads of Mamba-2 6"),
+    ],
 )
 def test_recurrent_layers_that_cannot_be_divided_are_named(
     name: str, size: int, word: str, save_tiny: Callable
