@@ -95,6 +95,17 @@ inline float element(const Strided& part, int64_t token, int64_t i) {
     return to_float(((const E*)part.data)[token * part.stride + i]);
 }
 
+// log(1 + e^x) to a few units in the last place: with 1 + e^x = 2^n (1 + f), log(1 + f) = 2 atanh(f / (2 + f)).
+inline Vec softplus(Vec x) {
+    const Vec power = exponential(x);
+    const VecU32 bits = (VecU32)(1.0f + power) + (0x3f800000u - 0x3f3504f3u);  // 1 + f from sqrt(1/2) on
+    const Vec n = __builtin_convertvector((VecI32)(bits >> 23) - 127, Vec);
+    const Vec f = select(n == 0.0f, power, (Vec)((bits & 0x007fffffu) + 0x3f3504f3u) - 1.0f);
+    const Vec s = f / (2.0f + f), z = s * s;
+    const Vec series = (((z * (1.0f / 9.0f) + 1.0f / 7.0f) * z + 1.0f / 5.0f) * z + 1.0f / 3.0f) * z + 1.0f;
+    return select(x > 20.0f, x, n * 0.693147181f + 2.0f * s * series);
+}
+
 inline float decay_of(const Call& call, int64_t head, float logit, float bias) {
     return std::exp(-call.rate[head] * softplus(logit + bias));
 }
@@ -199,9 +210,11 @@ void factors_by_element(const Call& call, Scratch& s, Factors& f, int64_t token,
     const int64_t key_dim = call.key_dim;
     for (int i = 0; i < N; i++) {
         f.total[i] = f.rest[i] = 1.0f;
-        for (int64_t d = 0, at = head * key_dim; d < key_dim; d++, at++) {
-            const float logit = element<E>(call.decay, token + i, at);
-            s.decay[i * s.width + d] = decay_of(call, head, logit, call.rate_bias[at]);
+        const E* logits = (const E*)call.decay.data + (token + i) * call.decay.stride + head * key_dim;
+        const float* bias = call.rate_bias + head * key_dim;
+        for (int64_t d = 0; d < key_dim; d += LANES) {
+            const Vec x = load(logits + d, key_dim - d) + load(bias + d, key_dim - d);
+            store(s.decay + i * s.width + d, exponential(-call.rate[head] * softplus(x)));
         }
     }
     for (int64_t d = 0; d < key_dim; d++) {

@@ -70,6 +70,7 @@ def test_strong_decays_leave_no_nan(net, is_kimi):
     case = make_net(rows, (1, 2, 16, 16), torch.float32, is_kimi=is_kimi)
     case = case._replace(weights=case.weights._replace(rate=case.weights.rate + 500))
     case.inputs.decay[::3] = 30.0  # softplus is the number itself
+    case.inputs.decay[1::3] = -100.0  # and 0
     expected, states = net_definition(case, rows)
     torch.testing.assert_close(net(*case).double(), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(case.states.double(), states, atol=1e-5, rtol=1e-5)
