@@ -200,13 +200,15 @@ def whole_weights(model: LanguageModel) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: base.measure(torch.ones(1, size)) for name, (base, size) in bases.items()}
 
 
-@pytest.mark.parametrize("kind", ["transposed", "int8", "latents", "awq", "gguf"])
+@pytest.mark.parametrize("kind", ["transposed", "int8", "latents", "states", "awq", "gguf"])
 def test_adapters_see_whole_weights(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
     folder, _ = save_tiny("GPT2" if kind == "transposed" else "Llama", **sizes)
     options = ModelOptions("native", "int8" if kind in ("int8", "latents") else None)
     if kind == "latents":  # `kv_b_proj` is not rounded
         folder, _ = save_tiny(FAMILIES["deepseek2"].prefix, **FAMILIES["deepseek2"].config)
+    elif kind == "states":  # a projection has the rows of several heads of a rank in three places
+        folder, _ = save_tiny(FAMILIES["qwen3.5"].prefix, **FAMILIES["qwen3.5"].config)
     elif kind == "awq":
         write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
         folder = tmp_path
