@@ -132,7 +132,11 @@ class DecoderLayer:
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """Slots of tensors that some checkpoints have instead of others."""
-        return self.mlp.renamed_slots()
+        renamed, slots = self.mlp.renamed_slots(), self.weight_slots() if self._config.aliases else {}
+        for other, name in self._config.aliases.items():
+            if (usual := f"{self._theirs}.{name}.weight") in slots:
+                renamed[f"{self._theirs}.{other}.weight"] = RenamedSlot(slots[usual], (usual,))
+        return renamed
 
 
 class GeneralLayer(DecoderLayer):
@@ -191,14 +195,6 @@ class GeneralLayer(DecoderLayer):
             heads = self._config.num_heads if self.sink_part is None else self.sink_part[0]
             slots[f"{self._theirs}.self_attn.sinks"] = WeightSlot((heads,), self._load_sinks, 1.0)
         return slots
-
-    def renamed_slots(self) -> dict[str, RenamedSlot]:
-        """See DecoderLayer."""
-        renamed, slots = super().renamed_slots(), self.weight_slots() if self._config.aliases else {}
-        for other, name in self._config.aliases.items():
-            if (usual := f"{self._theirs}.{name}.weight") in slots:
-                renamed[f"{self._theirs}.{other}.weight"] = RenamedSlot(slots[usual], (usual,))
-        return renamed
 
     def _load_sinks(self, tensor: Tensor) -> None:
         if self.sink_part is not None:
