@@ -128,7 +128,7 @@ def test_plug_ins(client, admin, place):
     assert "the store is down" in error["message"]
 
 
-def test_a_slow_download_delays_nobody(client, admin, place):
+def test_a_slow_download_delays_no_other(client, admin, place):
     (place / "store" / "go").unlink(missing_ok=True)
     with ThreadPoolExecutor(3) as threads:
         loads = [threads.submit(load, admin, name, "slow://good") for name in ("slow-1", "slow-2", "slow-2")]
@@ -282,6 +282,6 @@ def test_loads_while_the_engine_dies_and_comes_back(guarded, admin, client, plac
         assert unload(admin, name).status_code == 200
 
 
-def test_what_is_removed_from_the_folder_is_forgotten(guarded, client, place):
+def test_adapters_removed_from_the_folder_are_forgotten(guarded, client, place):
     shutil.rmtree(place / "dir" / "first")
     guarded.wait_for(lambda: client.get("/v1/models/first").status_code == 404)

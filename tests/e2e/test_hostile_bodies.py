@@ -175,7 +175,7 @@ def refused() -> Iterator[Case]:
 
 
 @pytest.mark.slow
-def test_what_stalled_a_server_is_refused(victim):
+def test_bodies_that_once_stalled_a_server_are_refused(victim):
     before = victim.memory()
     for case in refused():
         assert len(case.body) < 8 << 20

@@ -130,7 +130,7 @@ def test_one_that_was_loaded_before_the_start(shop):
     assert (foreign.status_code, foreign.text) == (404, unknown.text.replace("nobody", "old"))
 
 
-def test_errors_of_a_real_engine_say_plain_names(shop, tmp_path):
+def test_errors_of_a_real_engine_have_plain_names(shop, tmp_path):
     """An adapter whose files cannot be served, told by the engine process."""
     for path in ("nothing", "../globex/mine", str(tmp_path)):
         response = shop.acme.post("/v1/load_lora_adapter", json={"lora_name": "broken", "lora_path": path})

@@ -155,7 +155,7 @@ def test_changes_are_audited(watched):
 EXPRESSION_NAME = re.compile(r"(?:outrider:|\bprocess_)\w+")
 
 
-def test_the_dashboard_asks_for_what_there_is(watched, repo_root):
+def test_the_dashboard_queries_existing_metrics(watched, repo_root):
     """Every metric and every label in it: names of the exposition, also of families that have no samples yet."""
     labels = {}
     kinds = {}

@@ -181,7 +181,7 @@ def test_speculation_is_measured(client, server):
     assert server.metric("generation_tokens_total", adapter="") > 0
 
 
-def test_a_stream_says_what_was_drafted(client):
+def test_a_stream_reports_draft_tokens(client):
     stream = client.completions.create(
         model="outrider-demo",
         prompt="The capital of",

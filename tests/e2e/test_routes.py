@@ -148,7 +148,7 @@ def test_an_adapters_name_gives_the_adapters_answer(shop, paths, direct):
     assert len(new) == before + 2 * len(asked)
 
 
-def test_unknown_names_and_those_of_others(shop, paths):
+def test_unknown_names_and_names_of_other_tenants(shop, paths):
     before = len(rows(shop))
     for path in paths:
         if path in IN_PATH:

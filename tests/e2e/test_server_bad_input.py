@@ -143,7 +143,7 @@ def test_adapters_come_and_go(http, tmp_path):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_an_unload_ends_is_an_error(http, server, tmp_path, stream):
+def test_requests_ended_by_an_unload_get_an_error(http, server, tmp_path, stream):
     """With `abort`: an event of the stream, or the status; never half an answer as if it were whole."""
     assert http.post("/v1/load_lora_adapter", json={"lora_name": "extra", "lora_path": str(copy_adapter(tmp_path))})
     body = {"model": "extra", "prompt": "List", "max_tokens": 1900, "ignore_eos": True, "stream": stream}

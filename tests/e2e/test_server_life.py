@@ -179,7 +179,7 @@ def test_port_in_use_is_found_at_once(start_server):
         (["--max-num-seqs", "none"], 2, "--max-num-seqs"),
     ],
 )
-def test_failed_starts_say_why_in_one_line(start_server, arguments, status, text):
+def test_failed_starts_give_a_one_line_reason(start_server, arguments, status, text):
     server = start_server(*arguments, ready=False)
     assert server.process.wait(60) == status
     server.stop()

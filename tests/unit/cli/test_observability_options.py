@@ -52,7 +52,7 @@ def test_the_rest():
         ("--log-format json", "log_format", "outrider[serve]"),
     ],
 )
-def test_what_cannot_be(arguments, param, words, monkeypatch):
+def test_impossible_combinations_are_refused(arguments, param, words, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidRequestError) as refused:
         config(arguments)

@@ -197,7 +197,7 @@ def test_chat_takes_the_template_of_the_model_the_adapter_or_the_call(model_path
     run(make(model_path), scenario)
 
 
-def test_what_llm_has_too(model_path: str) -> None:
+def test_methods_shared_with_llm(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         assert (await llm.get_tokenizer()).vocab_size > 0
         assert await llm.get_default_sampling_params() == SamplingParams()

@@ -187,7 +187,7 @@ def test_fail_all_gives_each_its_own_error(processor: OutputProcessor, tokenizer
     assert processor.process([TokenDelta("b#1", [70])]).touched == []
 
 
-def test_what_was_generated_comes_before_the_error(processor: OutputProcessor, tokenizer: Any) -> None:
+def test_generated_text_comes_before_the_error(processor: OutputProcessor, tokenizer: Any) -> None:
     state = add(processor, tokenizer)
     processor.process([TokenDelta("r", [70, 71])])
     processor.fail_all(EngineDeadError("gone"))

@@ -50,7 +50,7 @@ HARMLESS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_keywords_that_ask_for_what_is_done_anyway(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_keywords_equal_to_the_default_behaviour(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
     with LLM(model_path, **HARMLESS) as made, LLM(model_path) as plain:
         assert args_of(made) == args_of(plain)
     assert "no effect" not in caplog.text
@@ -297,7 +297,7 @@ def test_keywords_of_generate_and_chat(model_path: str) -> None:
             llm.chat(conversation, params, add_generation_promt=True)  # type: ignore[call-arg]
 
 
-def test_methods_that_are_not_there_say_what_is(model_path: str) -> None:
+def test_missing_methods_name_the_replacement(model_path: str) -> None:
     with LLM(model_path) as llm:
         with pytest.raises(AttributeError, match=r"LLM.collective_rpc is not there: code of the user's own"):
             llm.collective_rpc("f")  # type: ignore[attr-defined]

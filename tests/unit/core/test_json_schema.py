@@ -143,7 +143,7 @@ def test_steps_are_read_as_they_are_written(step):
         ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf is served if"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(schema, named):
+def test_unsupported_keywords_are_refused_by_name(schema, named):
     with pytest.raises(InvalidRequestError, match=rf"(?s)^structured_outputs: .*{named}") as caught:
         CHECKER.check(StructuredOutputsParams(json=schema))
     assert not re.search("coerce|lenient|limits", caught.value.message)

@@ -96,7 +96,7 @@ def test_a_text_without_a_choice_has_the_tokenizers_own_tokens(grammars, tokeniz
     assert forced == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_forced_tokens_end_where_there_is_a_choice(grammars, tokenizer):
+def test_forced_tokens_end_at_a_choice(grammars, tokenizer):
     state = state_of(grammars, regex="only this (one|two)!")
     assert tokenizer.decode(state.forced([], MAX_FORCED, NEVER)) == "only this", (
         "the space may be part of the next token"
@@ -140,7 +140,7 @@ def test_sequences_share_a_lexer_that_becomes_full(grammars, attribute):
     assert states[0].grammar.num_renewals > 0
 
 
-def test_a_grammar_that_becomes_too_complex_says_so(grammars):
+def test_a_grammar_that_becomes_too_complex_is_an_error(grammars):
     state = state_of(grammars, grammar='start: a{0,400}\na: b{0,10}\nb: "x"{0,10}')
     tokens = []
     while not state.problem and len(tokens) < 400:

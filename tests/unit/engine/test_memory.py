@@ -82,7 +82,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("method", [None, "draft_model", "eagle3", "medusa"])
-def test_the_cache_gets_what_all_buffers_leave(
+def test_the_cache_gets_the_memory_that_buffers_leave(
     files: dict[str, str], method: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter, on_gpu = Meter(), kv_size.cache_memory

@@ -335,7 +335,7 @@ def test_drafts_wait_for_the_host(why):
     assert followed(largest(running()))
 
 
-def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
+def test_drafts_wait_if_fewer_than_planned_are_possible():
     item = running()
     for limits, late in (
         (LATE, True),

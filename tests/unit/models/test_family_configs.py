@@ -80,6 +80,6 @@ def test_published_configs() -> None:
         ("Glm4MoeLiteForCausalLM", "mlp_layer_types", ["thick"] * 4),
     ],
 )
-def test_what_is_not_served_is_named(architecture: str, field: str, value: object) -> None:
+def test_unsupported_fields_are_named(architecture: str, field: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=field):
         config_of(architecture, **{field: value})

@@ -185,7 +185,7 @@ def test_num_parameters_and_kv_layers(save_tiny: Callable) -> None:
         assert model.kv_layers == [KVLayerSpec(2, 12)] * 2
 
 
-def test_an_adapter_site_adds_to_the_output_beside_the_residual(tiny: Path) -> None:
+def test_an_adapter_site_adds_before_the_residual(tiny: Path) -> None:
     linear = load_model(tiny).linears()[1]
 
     class Site:

@@ -294,7 +294,7 @@ def test_a_zero_point_whose_product_with_the_scale_is_not_finite_is_refused(make
         load_model(tmp_path, "float32")
 
 
-def test_scales_of_a_cache_beside_packed_weights_are_read(make: Callable, tmp_path: Path) -> None:
+def test_cache_scales_with_packed_weights_are_read(make: Callable, tmp_path: Path) -> None:
     source = make("fp8")
     tensors = load_file(source / "model.safetensors")
     tensors |= {f"model.layers.0.self_attn.{name}": torch.tensor(0.5) for name in ("k_scale", "v_proj.v_scale")}

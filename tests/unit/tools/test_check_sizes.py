@@ -3,7 +3,7 @@
 import runpy
 
 
-def test_long_files_are_named_except_where_nobody_looks(repo_root, tmp_path):
+def test_long_files_are_named_except_in_ignored_folders(repo_root, tmp_path):
     for name, count in (
         ("long.py", 401),
         ("short.py", 400),

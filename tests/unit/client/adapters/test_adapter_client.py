@@ -62,7 +62,7 @@ def test_llm_loads_from_a_store(llm, sources, tmp_path):
     assert sources.folders_of("sql") == ()
 
 
-def test_llm_keeps_what_is_registered_when_a_reload_fails(llm, sources):
+def test_llm_keeps_the_old_adapter_when_a_reload_fails(llm, sources):
     request = LoRARequest("sql", path=upload("sql"))
     info = llm.load_lora_adapter(request)
     upload("sql", b"new")
@@ -111,7 +111,7 @@ def test_async_llm(spec, sources, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_fetched_is_registered_again_after_a_restart(spec, sources):
+def test_fetched_adapters_are_registered_again_after_a_restart(spec, sources):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
             info = await llm.adapters.load(LoRARequest("sql", path=upload("sql")))

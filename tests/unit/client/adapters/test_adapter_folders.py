@@ -64,7 +64,7 @@ def test_paths_that_leave(rules, root, secret, path):
     assert caught.value.param == "draft_path"
 
 
-def test_it_is_not_said_whether_what_is_outside_exists(rules, secret):
+def test_errors_do_not_reveal_whether_outside_files_exist(rules, secret):
     messages = set()
     for path in (secret, secret.parent / "nothing"):
         with pytest.raises(AdapterError) as caught:

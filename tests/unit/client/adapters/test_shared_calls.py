@@ -78,7 +78,7 @@ def test_answers_are_kept_for_a_while(clock):
     assert made == ["a", "b", "b", "a"]
 
 
-def test_those_who_wait_can_be_failed(clock):
+def test_waiting_requests_can_be_failed(clock):
     calls, gate = SharedCalls("test", 1, 10, clock), threading.Event()
     waiting = calls.call("k", lambda: gate.wait(10), 100.0)
     calls.fail_waiting(ShuttingDownError("the end"))

@@ -62,7 +62,7 @@ def test_added_words(tokenizers, write, made):
     assert made == [own], "read once"
 
 
-def test_the_settings_count_for_what_is_known(tokenizers, write):
+def test_settings_apply_to_known_tokens(tokenizers, write):
     assert 77 not in tokenizers.read(write(1)).eos_token_ids
     assert 77 in tokenizers.read(write(1, eos_token_id=77)).eos_token_ids
 

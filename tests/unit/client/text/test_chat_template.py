@@ -329,7 +329,7 @@ def test_tools_that_the_template_writes_otherwise_are_no_error(processor, listed
 
 @pytest.mark.parametrize("name", ["trims", "string", "parts", "Llama 3", "Qwen 3"])
 @pytest.mark.parametrize("text", ["", "So", "So, \n", " \n", "  a"])
-def test_continued_message_keeps_what_the_template_wrote_before(
+def test_a_continued_message_keeps_the_templates_prefix(
     processor: InputProcessor, name: str, text: str
 ) -> None:
     template = REAL[name]
@@ -364,7 +364,7 @@ class Rendered(str):
 
 
 @pytest.mark.parametrize("alter", [lambda text: json.dumps(text)[1:-1], lambda text: " ".join(text.split())])
-def test_many_altered_texts_are_found_without_looking_at_all_of_the_prompt_for_each(alter: Any) -> None:
+def test_many_altered_texts_are_found_in_linear_time(alter: Any) -> None:
     texts = [f"number{i}\n\ttext" for i in range(100)]
     messages = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in texts]
     rendered = Rendered("".join(f"<u>{alter(text)}" for text in texts))

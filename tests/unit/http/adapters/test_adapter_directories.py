@@ -89,7 +89,7 @@ def test_a_loaded_adapter_wins(directory, http, llm):
     assert http.get("/v1/models/sql").json()["root"] == "/other/sql"
 
 
-def test_what_was_found_can_be_pinned_and_reloaded(directory, http, llm):
+def test_found_adapters_can_be_pinned_and_reloaded(directory, http, llm):
     assert http.post("/v1/pin_lora_adapter", {"lora_name": "sql"}).status_code == 200
     assert llm.in_engine["sql"].pinned
     assert llm.in_engine["sql"].path == str(directory / "sql")

@@ -91,7 +91,7 @@ def test_the_right_is_checked_before_the_body_is_read(make_http):
         error_of(response, 403)
 
 
-def test_a_client_can_use_what_an_admin_has_loaded(make_http):
+def test_a_client_can_use_an_admins_adapter(make_http):
     http = make_http(admin_api_keys=("admin",))
     path, body = ADMIN_CALLS[0]
     http.post(path, body, headers=bearer("admin"))
@@ -175,7 +175,7 @@ def test_files_that_would_never_end(confined, llm, tmp_path):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_what_is_exchanged_while_it_is_read_is_taken_back(confined, llm, tmp_path, monkeypatch, inplace):
+def test_files_swapped_during_a_read_are_unloaded(confined, llm, tmp_path, monkeypatch, inplace):
     good = tmp_path / "root" / "good"
     if inplace:
         assert confined.load_adapter("x", str(good)).status_code == 200

@@ -127,7 +127,7 @@ def test_servers_follow_each_other(url):
     asyncio.run(run())
 
 
-def test_what_cannot_be_loaded_stops_nothing_and_is_tried_again(url, caplog):
+def test_a_failed_load_stops_nothing_and_is_retried(url, caplog):
     async def run():
         async with running(url) as serving:
             for name, path in (("a", "/a"), ("bad", "/broken"), ("c", "/c")):
@@ -160,7 +160,7 @@ def test_the_command_line_is_stronger(url, caplog):
     asyncio.run(run())
 
 
-def test_what_failed_because_the_engine_was_away_is_tried_again_by_itself(url, monkeypatch):
+def test_loads_that_failed_during_a_restart_are_retried(url, monkeypatch):
     monkeypatch.setattr(database_sync, "RETRY_SECONDS", 0.01)
 
     async def run():

@@ -108,7 +108,7 @@ def test_other_changes_of_the_directory_cost_nothing(llm, monkeypatch):
     run(scenario())
 
 
-def test_a_failure_is_told_and_the_next_change_is_taken(llm, monkeypatch, caplog):
+def test_a_failure_is_logged_and_the_next_change_applied(llm, monkeypatch, caplog):
     cutter = Cutter(monkeypatch)
     cutter.may_end.set()
 

@@ -155,7 +155,7 @@ def test_admins_use_any_by_tenant_and_name(people):
     error_of(people.admin.use("acme/nothing"), 404)
 
 
-def test_mixes_are_of_what_is_visible_and_say_plain_names(people):
+def test_mixes_have_visible_parts_and_plain_names(people):
     people.acme.load("own")
     people.globex.load("secret")
     lora, model = used(people, "acme", "base", adapters=[{"name": "own", "weight": 0.5}, "sql"])
@@ -182,7 +182,7 @@ def test_a_foreign_adapter_is_answered_as_an_unknown_one(people, route):
         assert answer(foreign)[0] == 404
 
 
-def test_so_are_cards_and_unloading(people):
+def test_cards_and_unloading_have_quoted_names(people):
     people.globex.load("secret")
     calls = len(people.llm.calls)
     answers = []
@@ -202,7 +202,7 @@ def test_a_name_that_another_tenant_has_is_free(people):
     assert "already" in error_of(people.acme.load("secret"), 400)["message"]
 
 
-def test_cards_of_shared_adapters_say_nothing_of_others_requests(people):
+def test_cards_of_shared_adapters_hide_other_tenants_requests(people):
     people.llm.in_engine["sql"] = replace(people.llm.in_engine["sql"], num_running=3, num_waiting=1)
     card = people.acme.get("/v1/models/sql").json()
     assert not card.keys() & {"num_running", "num_waiting", "tier", "rows", "load_seconds"}
@@ -343,7 +343,7 @@ def test_without_a_root_tenants_load_nothing(make_http, people):
     error_of(people.acme.load("a", "x"), 400)
 
 
-def test_what_is_exchanged_while_it_is_read_is_taken_back(people, root, monkeypatch):
+def test_files_swapped_during_a_read_are_unloaded(people, root, monkeypatch):
     load = people.llm.adapters.load
 
     async def load_while_it_changes(request, **options):
@@ -359,7 +359,7 @@ def test_what_is_exchanged_while_it_is_read_is_taken_back(people, root, monkeypa
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_errors_of_the_engine_say_plain_names(people):
+def test_errors_of_the_engine_have_plain_names(people):
     people.acme.load("own")
     name = engine_name("acme", "own")
     people.llm.error, people.llm.fail_after = AdapterError(f"the files of adapter '{name}' changed: {name!r}"), 0

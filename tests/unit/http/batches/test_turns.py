@@ -58,7 +58,7 @@ def test_no_line_while_the_engine_has_no_seat():
     run(scenario)
 
 
-def test_half_of_a_tenants_places_are_left_and_nobody_else_waits():
+def test_half_of_a_tenants_slots_stay_free():
     async def scenario(server):
         server.full = {"acme"}
         lines = [asyncio.create_task(server.line(who)) for who in (ACME, BOUND, BOUND, BOUND, OTHER)]

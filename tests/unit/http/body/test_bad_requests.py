@@ -274,7 +274,7 @@ def test_no_engine_is_a_503(http, llm, state):
 
 @pytest.mark.parametrize("failure", [RuntimeError("secret"), None])
 @pytest.mark.parametrize("stream", [False, True])
-def test_unexpected_errors_tell_nothing(http, llm, failure, stream):
+def test_unexpected_errors_reveal_nothing(http, llm, failure, stream):
     llm.fail_after = 0
     if failure is not None:
         llm.error = failure

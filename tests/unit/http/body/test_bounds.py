@@ -175,7 +175,7 @@ def test_a_long_number_is_not_repeated(http, path, body):
 
 
 @pytest.mark.parametrize(("size", "in_loop"), [(1, True), (5000, False)])
-def test_a_long_body_is_read_beside_the_event_loop(http, monkeypatch, size, in_loop):
+def test_a_long_body_is_parsed_off_the_event_loop(http, monkeypatch, size, in_loop):
     seen = []
 
     def adapt_and_see(*args, **options):
@@ -214,7 +214,7 @@ def test_log_probabilities_of_a_request_are_bounded(http, llm, more, param):
     assert not llm.calls
 
 
-def test_without_max_tokens_the_answer_ends_where_the_bound_is(http, llm):
+def test_without_max_tokens_the_answer_ends_at_the_bound(http, llm):
     llm.info = llm.input_processor._info = replace(llm.info, max_model_len=4096)
     body = {"messages": [{"role": "user", "content": "a"}], "n": 128, "logprobs": True, "top_logprobs": 5}
     assert http.post("/v1/chat/completions", body).status_code == 200

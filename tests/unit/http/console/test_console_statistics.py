@@ -43,7 +43,7 @@ def test_the_uptime_is_the_servers(http, monkeypatch):
     assert 4990 < stats(http)["server"]["uptime"] < 5100
 
 
-def test_what_the_engine_says(http, llm):
+def test_statistics_of_the_engine(http, llm):
     llm.num_restarts = 2
     llm.snapshot = EngineStats(
         num_running=3, num_waiting=2, num_waiting_by_reason={"capacity": 2}, kv_cache_usage=0.25, num_preemptions=4,
@@ -205,7 +205,7 @@ def accepted(totals: AcceptanceTotals) -> tuple[int, int]:
     return split.with_draft_weights.num_accepted_tokens, split.without_draft_weights.num_accepted_tokens
 
 
-def test_acceptance_is_told_apart_by_draft_weights():
+def test_acceptance_is_separate_for_each_draft_weights():
     totals = AcceptanceTotals()
     totals.update(snapshot(10, ""))
     assert accepted(totals) == (0, 20)

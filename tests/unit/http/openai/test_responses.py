@@ -317,7 +317,7 @@ def test_wrong_fields(http, fields, param):
     assert not {"messages", "response_format"} & set(error["message"].replace("'", " ").split()) - set(fields)
 
 
-def test_tools_that_agents_write_beside_functions_are_ignored(http, make_http):
+def test_hosted_tools_next_to_functions_are_ignored(http, make_http):
     tools = [{"type": "web_search", "external_web_access": False}, TOOL, {"type": "custom", "name": "apply_patch"}]
     response = http.post(PATH, {"input": "a", "tools": tools, "tool_choice": "auto"})
     assert response.status_code == 200, response.text
@@ -325,7 +325,7 @@ def test_tools_that_agents_write_beside_functions_are_ignored(http, make_http):
     assert error_of(make_http(strict_fields=True).post(PATH, {"input": "a", "tools": tools[1:]}))["param"] == "tools[1]"
 
 
-def test_what_is_ignored_is_said(http, make_http):
+def test_ignored_fields_are_named(http, make_http):
     fields = {"input": "a", "include": ["reasoning.encrypted_content"], "truncation": "auto", "service_tier": "flex"}
     fields["reasoning"] = {"summary": "auto"}
     ignored = http.post(PATH, fields).headers["x-outrider-ignored"]
@@ -377,7 +377,7 @@ def test_an_item_of_a_stored_response_is_sent_back_as_a_reference(http, llm):
 
 
 @pytest.mark.parametrize("field", [{"structured_outputs": {"regex": "(tools[9]"}}, {"tool_choice": "tools[7]"}])
-def test_an_error_may_quote_a_place(http, field):
+def test_an_error_quotes_a_path(http, field):
     assert "tools[" in error_of(http.post(PATH, {"input": "a", "tools": [TOOL], **field}))["message"]
 
 

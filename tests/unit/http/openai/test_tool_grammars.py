@@ -130,7 +130,7 @@ def test_reasoning_whose_mark_begins_with_a_token(tokenizer_with):
     assert accepts(tokenizer_with(MARKS["gemma4"]), constraint, *texts) == [True, True, False]
 
 
-def test_other_beginnings_of_calls_are_no_text(tokenizer_with):
+def test_other_prefixes_of_calls_are_no_text(tokenizer_with):
     """What the parser reads as a call is held to the schema, however it is written."""
     constraint = answer_constraint(None, TOOLS, FORMATS["llama3_json"], tokenizer_with(MARKS["llama3_json"]), "")
     wrong = '"name":"weather","parameters":{"town":1}}'
@@ -344,7 +344,7 @@ def test_channels_of_harmony(tokenizer_with):
     assert accepts(tokenizer, constraint, *texts) == [True, True, False]
 
 
-def test_nothing_is_added_where_nothing_can_stand(tokenizer_with):
+def test_nothing_is_added_before_a_call_without_room(tokenizer_with):
     tokenizer = tokenizer_with([])
     assert answer_constraint(JSON, ToolChoice(), None, tokenizer, "") is JSON
     assert answer_constraint(None, ToolChoice(TOOLS.tools[1:]), FORMATS["hermes"], tokenizer, "") is None

@@ -11,7 +11,7 @@ from outrider.platform.http.protect import connections
 # --- how many ---
 
 
-def test_connections_above_the_bound_are_told(serve):
+def test_connections_above_the_bound_get_503(serve):
     served = serve(max_connections=2)
     held = [served.connect(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(2)]
     served.until(lambda: served.admission.num_open == 2)
@@ -40,7 +40,7 @@ def test_of_very_many_most_are_dropped_unheard(serve, monkeypatch):
         client.close()
 
 
-def test_who_says_nothing_above_the_bound_goes_soon(serve, monkeypatch):
+def test_silent_connections_above_the_bound_are_closed_soon(serve, monkeypatch):
     monkeypatch.setattr(connections, "_REFUSED_SECONDS", 0.2)
     served = serve(max_connections=1)
     with served.connect(GET), served.connect() as silent:
@@ -68,7 +68,7 @@ def test_who_says_nothing_above_the_bound_goes_soon(serve, monkeypatch):
         b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n",
     ],
 )
-def test_what_is_not_http(serve, data):
+def test_bytes_that_are_not_http(serve, data):
     served = serve()
     assert error(served.ask(data)) == (400, "BadRequestError", "This is not a valid HTTP request")
 
@@ -173,7 +173,7 @@ def test_many_may_not(serve):
     assert len(served.app.scopes) == 1
 
 
-def test_the_first_of_several_hears_that_its_client_has_gone(serve):
+def test_the_first_of_several_requests_is_aborted_on_disconnect(serve):
     served = serve()
     client = served.connect(b"GET /wait HTTP/1.1\r\n\r\n" * 2)
     served.until(lambda: served.app.scopes)

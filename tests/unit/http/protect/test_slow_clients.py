@@ -111,7 +111,7 @@ def test_an_early_answer_arrives_and_the_connection_serves_on(serve):
     assert not served.app.scopes[0].get("body")
 
 
-def test_what_follows_an_early_answer_is_bounded(serve, monkeypatch):
+def test_bytes_after_an_early_answer_are_bounded(serve, monkeypatch):
     monkeypatch.setattr(connections, "MAX_DISCARDED_BYTES", 1 << 20)
     served = serve()
     with served.connect(post(b"/early", 1 << 30)) as client:

@@ -75,7 +75,7 @@ RANKS = st.dictionaries(st.sampled_from(sorted(MODULES)), st.integers(1, 4))
 
 @settings(max_examples=60)
 @given(RANKS, RANKS, st.permutations(range(NUM_ROWS)), st.booleans())
-def test_rows_hold_what_was_written_last(first, second, order, is_apart):
+def test_rows_hold_the_last_write(first, second, order, is_apart):
     arena = make(is_apart=is_apart)
     for seed, ranks in enumerate((first, second)):
         modules = weights(ranks, seed)
@@ -129,7 +129,7 @@ def test_rows_start_on_cache_lines_and_not_all_in_the_same_sets(dtype):
     assert stride % 4096 >= 64
 
 
-def test_rows_are_written_beside_others_that_are_read():
+def test_rows_are_written_while_others_are_read():
     arena = make()
     kept = weights({"q": 2, "gate": 2}, 5)
     arena.write(Allocation(b"kept", (0, 1)), arena.layout.pack(kept))
@@ -167,7 +167,7 @@ def resident_bytes():
         return int(file.read().split()[1]) * 4096
 
 
-def test_live_is_what_a_kernel_can_read_module_by_module():
+def test_live_rows_are_readable_module_by_module():
     arena = make()
     assert arena.live.dtype == np.uint8
     assert arena.live.strides[0] == 1

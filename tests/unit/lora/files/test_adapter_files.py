@@ -316,7 +316,7 @@ def test_headers_that_lie(tmp_path, read, content):
 
 
 @pytest.mark.parametrize("header", [HALF_A_CHARACTER, SLOW_PRODUCT], ids=["half a character", "slow product"])
-def test_what_the_library_would_not_have_let_through_if_it_had_seen_it(header):
+def test_headers_that_safetensors_refuses_are_refused(header):
     """The file may change after it was checked."""
     with pytest.raises(InvalidFileError, match=r"no Unicode text|more elements"):
         read_header(json.dumps(header).encode(), 4)

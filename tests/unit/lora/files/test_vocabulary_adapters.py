@@ -220,7 +220,7 @@ def test_own_rows_of_a_smaller_vocabulary_and_their_memory(managed, tmp_path):
     assert len(embedding.own_rows) == 0
 
 
-def test_the_head_costs_nothing_where_nobody_adapts_it(managed):
+def test_the_head_costs_nothing_without_adapters_of_it(managed):
     manager, _, _, _, folders = managed
     requests = [admitted(manager, name, folders[name]) for name in ("tokens", "neither", "head")]
     tokens, neither, head = (request.adapter for request in requests)

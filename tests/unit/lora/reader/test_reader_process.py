@@ -181,7 +181,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     wait_until(lambda: not alive(pid))
 
 
-def test_it_is_nicer_where_that_is_allowed(both, tmp_path, monkeypatch):
+def test_the_reader_process_is_nicer_if_allowed(both, tmp_path, monkeypatch):
     source = AdapterSource(write_adapter(tmp_path / "a"))
     reader = AdapterReader(both.files)
     reader.start()
@@ -201,7 +201,7 @@ def test_it_is_nicer_where_that_is_allowed(both, tmp_path, monkeypatch):
     other.close()
 
 
-def test_where_it_pays(monkeypatch):
+def test_the_reader_process_pays_only_on_a_free_core(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert reader_module.pays(1)
     assert not reader_module.pays(2)
@@ -219,7 +219,7 @@ def mapped():
     return Path("/proc/self/maps").read_text().count("outrider-adapter")
 
 
-def test_an_engine_tells_it_of_long_steps(folder):
+def test_an_engine_signals_long_steps_to_the_reader(folder):
     config = LoRAConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8)
     manager = AdapterManager(make_linears(), config, torch.float32, "cpu", AdapterHooks(reader_process=True))
     try:

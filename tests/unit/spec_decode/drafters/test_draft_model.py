@@ -329,7 +329,7 @@ def test_composition(draft: Draft) -> None:
     assert drafter.needs.kv_layers == (KVLayerSpec(2, 8),) * 2
 
 
-def test_weights_are_quantised_as_the_targets_unless_told_otherwise(draft: Draft) -> None:
+def test_weights_are_quantised_as_the_targets_by_default(draft: Draft) -> None:
     def size(**options: Any) -> int:
         return sum(linear.packed.num_bytes for linear in make(draft, **options).needs.linears)
 
@@ -359,7 +359,7 @@ def write_tokenizer(folder: Path, vocabulary: object, added: Any = ()) -> Path:
         ({"a": 1, "b": 0, "c": 2}, [{"id": 3, "content": "<s>"}], "50.0% of the tokens agree"),
     ],
 )
-def test_a_tokenizer_that_differs_is_said(
+def test_a_differing_tokenizer_is_reported(
     draft: Draft, tmp_path: Path, caplog: pytest.LogCaptureFixture, vocabulary: object, added: Any, said: str | None
 ) -> None:
     shutil.copytree(draft.path, tmp_path / "draft")

@@ -88,7 +88,7 @@ def test_prompts_are_not_remembered():
     assert propose(drafter, make_request(prompt=[1, 2])) == [[3]]
 
 
-def test_what_followed_most_often_wins():
+def test_the_most_frequent_continuation_wins():
     drafter = make_drafter(max_spec_factor=4.0)
     for end in (70, 80, 70, 80, 80):
         answer(drafter, [10, 11, end, end + 1])
@@ -300,7 +300,7 @@ def test_the_longest_suffix_is_found():
         assert (0 if place is None else place.length) == max(lengths, default=0)
 
 
-def test_requests_that_nobody_was_asked_for_are_remembered_too():
+def test_requests_without_a_drafting_step_are_remembered_too():
     """They are added and removed while nothing is drafted: others may get the same answers."""
     drafter, gone = make_drafter(), make_request(prompt=[1, 2])
     drafter.watch([row(gone)], TargetOutput())

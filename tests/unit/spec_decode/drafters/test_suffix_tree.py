@@ -158,7 +158,7 @@ def test_of_equally_frequent_ways_the_last_one_is_taken():
     assert tree.continuation(tree.find([1, 2], 0, 2), 1, 0.51) == ([], 0.0)
 
 
-def test_what_is_not_there_is_not_found():
+def test_absent_text_is_not_found():
     tree = SuffixTree(4)
     assert tree.find([1], 0, 1) is None
     tree.insert(Text([1, 2, 3, 4, 5]), 5)

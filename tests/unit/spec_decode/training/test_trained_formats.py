@@ -187,7 +187,7 @@ def test_exported_medusa_heads_guess_the_same(options, samples, read_batch, tmp_
     assert (guesses[:, 2] == -1).all()
 
 
-def test_untrained_medusa_heads_say_what_the_target_does(options, samples, read_batch):
+def test_untrained_medusa_heads_repeat_the_targets_token(options, samples, read_batch):
     target, features = read_batch(samples[:4], ())
     drafter = new_drafter(options("medusa", medusa_heads=1), target, samples)
     labels = features.labels

@@ -80,7 +80,7 @@ def test_keys_that_are_valid_no_more(sqlite_store, sqlite):
     asyncio.run(directory.close())
 
 
-def test_principals_of_later_readings_can_be_told(sqlite_store, directory):
+def test_principals_are_ordered_by_reading(sqlite_store, directory):
     _, secret = sqlite_store.create_key("acme")
     before = refresh(directory).authenticate(secret)
     assert refresh(directory).authenticate(secret) is before
@@ -160,7 +160,7 @@ def test_nothing_is_read_again_without_a_change(sqlite_store, directory):
     assert later == snapshots[1:]
 
 
-def test_secrets_are_not_in_what_can_be_printed(sqlite_store, directory):
+def test_secrets_are_not_in_a_repr(sqlite_store, directory):
     _, secret = sqlite_store.create_key("acme")
     snapshots = []
     directory.subscribe(snapshots.append)

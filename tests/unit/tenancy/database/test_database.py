@@ -121,7 +121,7 @@ def test_an_error_rolls_back(database):
         assert connection.execute(select(tenants)).all() == []
 
 
-def test_what_is_read_in_a_write_stays_true(sqlite):
+def test_reads_in_a_write_are_consistent(sqlite):
     """Read, then write, from several threads: no update is lost, and nobody finds the database locked."""
 
     def count() -> None:

@@ -243,7 +243,7 @@ def test_one_silent_request_does_not_keep_the_journal_from_shrinking(journal):
     assert found(reopened(journal))["silent"] == row("silent")
 
 
-def test_what_is_left_of_an_outage_is_compacted(journal):
+def test_leftovers_of_an_outage_are_compacted(journal):
     """Rows that wait for the database take their last line alone; several of each would fill the journal sooner."""
     count = written = 0
     with contextlib.suppress(JournalError):
@@ -260,7 +260,7 @@ def test_what_is_left_of_an_outage_is_compacted(journal):
     assert all(state.status == "stop" for state in found(reopened(journal)).values())
 
 
-def test_a_smaller_bound_than_what_is_there(journal):
+def test_a_bound_below_the_present_size(journal):
     names = fill(journal)
     again = reopened(journal, max_bytes=BYTES // 4)
     assert len(found(again)) == len(names)

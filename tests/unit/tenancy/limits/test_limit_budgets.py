@@ -41,7 +41,7 @@ def test_periods_follow_each_other(period, now):
     assert period_of(period, end)[0] == end
 
 
-def test_what_ends_while_the_ledger_is_read_counts_once():
+def test_a_request_that_ends_during_a_reading_counts_once():
     noon = at("2026-11-21T12:00")
     budget = Budget(1000, "day", noon)
     budget.count(30, noon)

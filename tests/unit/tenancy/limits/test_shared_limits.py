@@ -52,7 +52,7 @@ def test_unused_tokens_come_back_to_all_servers():
     run(scenario())
 
 
-def test_places_of_all_servers_and_the_order_of_those_who_wait():
+def test_slots_of_all_servers_go_by_arrival():
     async def scenario():
         async with in_memory(Limits(max_concurrent_requests=1, max_queued_requests=2)) as servers:
             running, order = await servers.admit(0), []
@@ -97,7 +97,7 @@ def test_a_budget_of_all_servers():
     run(scenario())
 
 
-def test_a_server_that_dies_leaves_its_places_and_reservations():
+def test_slots_and_reservations_of_a_dead_server_are_freed():
     async def scenario():
         limits = Limits(max_concurrent_requests=1, token_budget=1000, tokens_per_minute=1000)
         async with in_memory(limits) as servers:
@@ -180,7 +180,7 @@ def test_each_server_goes_on_alone_while_the_database_is_away(caplog):
 
 
 @pytest.mark.parametrize("fails", ["is_away", "is_read_only"])
-def test_what_was_counted_while_the_database_is_away_counts_for_all_afterwards(fails):
+def test_counts_of_an_outage_are_shared_afterwards(fails):
     async def scenario():
         limits = Limits(requests_per_minute=4, tokens_per_minute=1000, token_budget=1000, budget_period="day")
         async with in_memory(limits, lease_seconds=0.4) as servers:
@@ -211,7 +211,7 @@ def test_a_database_that_cannot_be_written_to_gives_no_requests_away():
     run(scenario())
 
 
-def test_what_ends_beside_the_first_reading_counts_once_whatever_the_databases_clock_says():
+def test_a_request_that_ends_during_the_first_reading_counts_once():
     async def scenario():
         async with in_memory(Limits(token_budget=1000, budget_period="day")) as servers:
             servers.table.epoch -= SECOND // 2
@@ -347,7 +347,7 @@ def test_two_servers_and_a_real_database(database):
     run(scenario())
 
 
-def test_places_in_a_real_database(database):
+def test_slots_in_a_real_database(database):
     async def scenario():
         limiters = [Limiter(Usage(), table=CountTable(database)) for _ in range(2)]
         principal, running, most = principal_with(max_concurrent_requests=2), 0, 0
