@@ -82,7 +82,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "/admin/v1/keys": {"tenant": "acme"},
     "/admin/v1/prefixes": {"name": "a", "token_ids": [5]},
 }
-"""What a route needs beside the field that is huge."""
+"""Fields that a route needs in addition to the huge one."""
 
 
 class Case(NamedTuple):

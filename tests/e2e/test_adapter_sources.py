@@ -1,4 +1,4 @@
-"""Adapters of a real server: found by name, fetched, loaded by admins from where they may, in spite of everything."""
+"""Adapters of a real server: found by name, fetched, loaded by admins from allowed sources, in spite of faults."""
 
 import json
 import os

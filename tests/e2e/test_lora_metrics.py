@@ -1,4 +1,4 @@
-"""What a real server says of its adapters in /metrics."""
+"""Metrics of a real server's adapters."""
 
 import pytest
 

@@ -52,7 +52,7 @@ CONTROL = (
     *("/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health"),
     *(*ADAPTER_ROUTES, *FILE_ROUTES),
 )
-"""Beginnings of routes that change the server, and know no model."""
+"""Prefixes of routes that change the server, and know no model."""
 
 
 def content_of(path: str, answer: dict[str, Any]) -> Any:

@@ -124,7 +124,7 @@ def test_dead_engine_fails_its_requests_and_comes_back(own_server, own_http):
 
 
 def test_sigterm_drains(own_server, own_http):
-    """The last test of this server. What runs finishes; what is new is refused; then the process ends well."""
+    """The last test of this server. Running requests finish, new ones are refused, and the exit status is 0."""
     body = {**LONG, "max_tokens": 1000, "speculative": False}  # for longer than all requests below take
     with own_http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()

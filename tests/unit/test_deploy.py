@@ -41,7 +41,7 @@ def parse(arguments: list[str]):
 
 
 def test_nothing_installs_the_package_by_its_name(deploy):
-    """No index has it: whoever registered the name there would be run. A checkout or a wheel is a path."""
+    """No index has it: code registered under the name there would be run. A checkout or a wheel is a path."""
     installs = [
         line
         for file in sorted(deploy.rglob("*"))

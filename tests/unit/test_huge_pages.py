@@ -1,4 +1,4 @@
-"""Large tensors and packed weights ask for huge pages, where the system gives them to those who ask."""
+"""Large tensors and packed weights ask for huge pages, if the system gives them on request."""
 
 import itertools
 import os

@@ -213,7 +213,7 @@ def test_pieces_are_always_the_whole_text(run):
 
 
 def test_verification_steps_and_rejected_drafts_are_shown(run):
-    """Also where the token that ends a round has no text: a piece of a character, or a special token at the end."""
+    """Also if the last token of a step has no text: a piece of a character, or a special token at the end."""
     chunks = [
         [["Hi", True, 0], [" all", False, 1]],
         [["\ufffd", False, 3], ["\ufffd", False, 0], ["!", True, 0], ["<end>", False, 2]],

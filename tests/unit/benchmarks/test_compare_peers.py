@@ -90,8 +90,7 @@ def measure(peers, tmp_path):
 
 
 def running_workers(folder):
-    """Processes of the fake worker in this folder that still run; the dead that nobody has waited for have no command
-    line."""
+    """Processes of the fake worker in this folder that still run; zombies have no command line."""
     found, script = [], str(folder / "fake_worker.py").encode()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -80,8 +80,8 @@ def test_a_lone_request_takes_the_measured_time(fleet):
 def test_a_load_during_a_running_request(fleet):
     """The first request: 2 ms to the engine, a load of 50, a step of 10 with a prompt of 4. Steps then end at 1.006 s.
 
-    The second comes at 1.002. It is read from 1.006 to 1.106, beside steps of 12 ms, of which one ends at 1.114. It is
-    written beside the next step, of 10 ms, and then takes part in one of 14.
+    The second comes at 1.002. It is read from 1.006 to 1.106, concurrently with steps of 12 ms; one of them
+    ends at 1.114. It is written concurrently with the next step, of 10 ms, and then takes part in one of 14.
     """
     second, first = fleet.serve((0.0, 0, 8, 200), (1.0, 1, 8, 1))
     assert first == pytest.approx(0.066)

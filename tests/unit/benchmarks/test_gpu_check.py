@@ -250,7 +250,7 @@ def test_the_ceilings(gpu, run):
 
 
 def test_the_kernel_table(gpu, run, device):
-    """In Triton's interpreter where there is no GPU: each row's work gives finite numbers."""
+    """In Triton's interpreter if there is no GPU: each row's work gives finite numbers."""
     pytest.importorskip("triton")
     kernels = gpu("kernels")
     assert [row["skipped"] for row in run("kernels", kernels.measure_kernels)["rows"]] == ["kernels of GPUs alone"]

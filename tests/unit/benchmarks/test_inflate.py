@@ -1,4 +1,4 @@
-"""A model that was grown computes what the small one does: logits, adapters, drafts, texts."""
+"""A grown model computes the same as the small one: logits, adapters, drafts, texts."""
 
 import importlib
 import json
@@ -125,7 +125,7 @@ def test_an_adapter_changes_the_large_model_as_it_does_the_small_one(inflate, tm
 
 
 def test_nothing_can_be_skipped(inflate, tmp_path):
-    """Zeros only where the function needs them, nothing denormal; as many parameters as such a model has."""
+    """Zeros only if the function needs them, nothing denormal; as many parameters as such a model has."""
     small = save_small(tmp_path / "small", tie_word_embeddings=True)
     inflate.main([str(small), str(tmp_path / "large"), *LARGER])
     large = load(tmp_path / "large" / "base")

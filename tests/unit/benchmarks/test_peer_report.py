@@ -1,4 +1,4 @@
-"""Peers' environments, the models they are compared on, and what a comparison reports."""
+"""Peers' environments, the models they are compared on, and the report of a comparison."""
 
 import importlib
 import json

@@ -76,7 +76,7 @@ def test_acceptance_is_defined_as_everywhere():
     assert acceptance(SpeculationCounts()) == {}
 
 
-# --- where the time goes --------------------------------------------------------------------------------------------
+# --- shares of the time --------------------------------------------------------------------------------------------
 
 
 def test_own_time_excludes_nested_ranges():

@@ -1,4 +1,4 @@
-"""The table of `outrider bench speculation`: what stands under each heading, and the figures that it is made of."""
+"""The table of `outrider bench speculation`: its columns, and the figures that they are made of."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_the_table_shows_its_rows(rows):
         "same text": "2/2",
     }
     for name, cell in want.items():
-        edge = header.index(name) + len(name)  # they end where their heading does
+        edge = header.index(name) + len(name)  # they end with their heading
         assert shown[:edge].endswith(f" {cell}"), name
     assert shown.split() == ["json", "with", "eagle3", *" ".join(want.values()).split()]
 

@@ -1,4 +1,4 @@
-"""`outrider deploy` where Ray fails: one line."""
+"""`outrider deploy` if Ray fails: one line."""
 
 import socket
 from types import SimpleNamespace

@@ -322,7 +322,7 @@ def test_a_run_file_that_is_none(command, run_folder, capsys):
     ],
 )
 def test_options_without_a_meaning_are_refused(method, more, words, command, tmp_path, capsys):
-    """Also where they are what would be the default."""
+    """Also if they equal the default."""
     assert words in refused([*command(), "--method", method, *more], capsys)
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""The end of an `AsyncLLM`: what runs and what waits then."""
+"""Shutdown of an `AsyncLLM` with running and waiting requests."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""What the demo model is served with."""
+"""Default options of the demo model."""
 
 import pytest
 

@@ -255,7 +255,7 @@ def test_drafted_tokens_are_marked(processor: OutputProcessor, tokenizer: Any) -
 
 
 def test_marks_stay_with_their_tokens_when_text_is_held_back(processor: OutputProcessor, tokenizer: Any) -> None:
-    """Half a character and the beginning of a stop string have no text yet: their tokens come all the same."""
+    """Half a character and a prefix of a stop string have no text yet: their tokens come all the same."""
     emoji = ids(tokenizer, "🙂")
     assert len(emoji) > 2
     state = add(processor, tokenizer, stop=["xyz"])

@@ -1,4 +1,4 @@
-"""Consumers of many short steps are woken for several tokens at once; nobody waits for long, and nothing is lost."""
+"""Consumers of many short steps are woken for several tokens at once; none waits for long, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL = MANY * WAKE_UP_SECONDS / MAX_CORE_SHARE
 
 
 class Clock:
-    """A loop's clock and timers that move when told."""
+    """A loop's clock and timers that move on command."""
 
     def __init__(self, monkeypatch):
         self.now, self.timers = 100.0, []
@@ -52,7 +52,7 @@ def step(pacer, names, finished=()):
 
 
 def woken(consumers, taking=True):
-    """Names of those that have been woken since the last call; they take what there is."""
+    """Names of the consumers woken since the last call; they take all tokens."""
     names = {name for name, consumer in consumers.items() if consumer.is_woken}
     for name in names if taking else ():
         consumers[name].taken()
@@ -78,7 +78,7 @@ def test_others_hear_of_several_tokens_at_once(clock):
         clock.pass_time(INTERVAL * 2 / 3)
         assert not woken(events), "the next step comes before anybody has waited too long"
     assert heard == [True, False] * 4 + [True]
-    assert len(clock.timers) == 0, "nobody is held"
+    assert len(clock.timers) == 0, "no consumer is held"
 
 
 def test_no_consumer_waits_for_a_long_step(clock):

@@ -146,7 +146,7 @@ def hub(model_path: str, tmp_path: Path) -> Path:
 
 
 def rendered(model: str, **options: Any) -> str:
-    """What the chat template of the tokenizer makes of a word; the engine takes the folder `model_path`."""
+    """The tokenizer's chat template applied to a word; the engine takes the folder `model_path`."""
     with LLM(model, **options) as llm:
         return str(llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "x"}], tokenize=False))
 

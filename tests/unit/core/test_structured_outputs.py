@@ -173,9 +173,7 @@ def test_a_forked_process_checks_by_itself():
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=100).returncode == 0
 
 
-def test_the_checker_has_the_parents_import_path_and_its_failures_are_503(
-    tmp_path, monkeypatch
-):
+def test_the_checker_has_the_parents_import_path_and_its_failures_are_503(tmp_path, monkeypatch):
     (tmp_path / "llguidance.py").write_text("raise SystemExit(7)")
     checker = ConstraintChecker()
     with monkeypatch.context() as changed:

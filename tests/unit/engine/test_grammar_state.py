@@ -260,7 +260,7 @@ ITEM = b'{"name": "f", "parameters": {"a": "x},y\\"}},"}}'
 @pytest.mark.parametrize("pieces", [1, 3, 7])
 @pytest.mark.parametrize("end", [b"}},", b"},", b","])
 def test_an_item_begins_in_any_token(pieces, end):
-    """A string may hold what looks like an item's end, and a token may end a string and an item and begin the next."""
+    """A string may hold a text like an item's end, and a token may end a string and an item and begin the next."""
     whole = b'I think [1, "a"]. [' + ITEM
     before = whole[: len(whole) - len(end) + 1] if end != b"," else whole
     progress = ListProgress()

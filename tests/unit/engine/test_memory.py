@@ -38,7 +38,7 @@ SMALL = 128 << 10
 
 
 class Meter:
-    """The memory of a GPU, of which tensors take what they hold."""
+    """The memory of a GPU, in which tensors take their bytes."""
 
     def __init__(self) -> None:
         self._before: set[int] = set()
@@ -56,7 +56,7 @@ class Meter:
         return sum(self._alive().values())
 
     def hardware(self, device: str) -> Hardware:
-        """What is free now."""
+        """Bytes that are free now."""
         return Hardware(device="cpu", free_memory_bytes=TOTAL - self.used, total_memory_bytes=TOTAL)
 
 

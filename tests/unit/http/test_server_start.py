@@ -1,4 +1,4 @@
-"""What happens around the application: the address, the summary."""
+"""Start of a server around the application: the address, the summary."""
 
 import asyncio
 import dataclasses

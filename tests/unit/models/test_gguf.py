@@ -364,7 +364,7 @@ def test_parts_of_a_model(save_tiny: Callable, tmp_path: Path, logits) -> None:
 
 
 def test_a_shape_with_a_zero_takes_no_memory(tmp_path: Path) -> None:
-    """However many rows it states beside it."""
+    """Whatever number of rows the file states."""
     file = tmp_path / "m.gguf"
     write_gguf(demo_model_path(), file)
     content = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Families of the GPT shape: forms beside those of `tiny_families`, checkpoints of old forms, batch invariance."""
+"""Families of the GPT shape: forms that `tiny_families` lacks, checkpoints of old forms, batch invariance."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""config.json is read with each family's rules; what is not supported is refused by name."""
+"""config.json is read with each family's rules; unsupported fields are refused by name."""
 
 from typing import Any
 
@@ -93,7 +93,7 @@ FIELDS = [
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_junk_in_any_field_is_read_or_refused(field: str) -> None:
-    """And what is read makes a rotary embedding and a norm that can be computed."""
+    """And an accepted config makes a rotary embedding and a norm that can be computed."""
     window = {"use_sliding_window": True, "sliding_window": 5}
     for value in JUNK:
         try:
@@ -163,7 +163,7 @@ def test_the_default_rotation_of_window_layers_has_its_own_base() -> None:
     for sliding in ({}, {"sliding_attention": None}, {"sliding_attention": {"rope_type": "default"}}):
         yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2.0, "original_max_position_embeddings": 64}
         parameters = {"full_attention": yarn, **sliding}
-        # The number beside them counts for families with one rotation alone.
+        # The number next to them counts for families with one rotation alone.
         more = {"sliding_window_pattern": 2, "original_max_position_embeddings": 32}
         config = read("Gemma3", rope_parameters=parameters, **more)
         assert [rope.theta for rope in config.layer_ropes] == [1e4, 5e5, 1e4, 5e5]

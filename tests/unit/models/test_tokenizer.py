@@ -151,7 +151,7 @@ def test_tekken_without_its_package(tekken: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("outrider.models.checkpoint.tokenizer.find_spec", lambda name: None)
     load_tokenizer(tekken)
     assert "outrider[mistral]" in caplog.text
-    monkeypatch.setitem(sys.modules, "transformers.integrations.mistral", None)  # as where it cannot be imported
+    monkeypatch.setitem(sys.modules, "transformers.integrations.mistral", None)  # as if it cannot be imported
     with pytest.raises(InvalidRequestError, match=r"mistral-common.*outrider\[mistral\]"):
         load_tokenizer(tekken)
 

@@ -56,7 +56,7 @@ def test_all_replicas_are_ranked_once() -> None:
 
 
 def test_a_replicas_report_overrides_the_routers_estimate() -> None:
-    """But not at once: what it says may be older than the request."""
+    """But not at once: its report may be older than the request."""
     view = ReplicaView(4)
     view.give(RoutingKey("given"))
     view.observe(["kept"], slots=2)

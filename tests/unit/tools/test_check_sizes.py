@@ -1,4 +1,4 @@
-"""The check of file lengths: what it finds, and what it skips."""
+"""The check of file lengths: its findings, and the folders that it skips."""
 
 import runpy
 

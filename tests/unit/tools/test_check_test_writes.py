@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def check(repo_root, tmp_path, monkeypatch):
-    """The complaints about a test, beside a package of one class with `num_kept`, `_inner` and slots."""
+    """The complaints about a test, next to a package of one class with `num_kept`, `_inner` and slots."""
     spec = importlib.util.spec_from_file_location("check_test_writes", repo_root / "tools" / "check_test_writes.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)

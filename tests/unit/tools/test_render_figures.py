@@ -1,4 +1,4 @@
-"""The pages' tables are what the committed results say."""
+"""The pages' tables equal the committed results."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""`tools/tune` without the timing, and the option that uses what it writes."""
+"""`tools/tune` without the timing, and the option that uses its files."""
 
 import os
 from pathlib import Path

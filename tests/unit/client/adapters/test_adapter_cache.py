@@ -1,4 +1,4 @@
-"""The cache of downloads: its bound, what is held, other processes, crashes."""
+"""The cache of downloads: its bound, files in use, other processes, crashes."""
 
 import os
 import subprocess

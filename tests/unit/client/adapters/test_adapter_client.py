@@ -128,7 +128,7 @@ def test_fetched_adapters_are_registered_again_after_a_restart(spec, sources):
 
 @pytest.mark.slow
 def test_files_that_changed_before_a_restart_are_not_taken(spec, sources, tmp_path):
-    """The name stays, with a digest that no files have: its requests are told to load it again."""
+    """The name stays, with a digest that no files have: its requests get an error that asks to load it again."""
     folders = {name: tmp_path / name for name in ("same", "other")}
     for folder in folders.values():
         folder.mkdir()
@@ -248,7 +248,7 @@ def test_a_folder_found_by_name_serves_the_request_of_an_unloaded_adapter(spec, 
 
 
 def test_concurrent_loads_of_one_name(spec, sources):
-    """One wins; what it was read from is kept, however the others end."""
+    """One wins; its files are kept, however the others end."""
 
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:

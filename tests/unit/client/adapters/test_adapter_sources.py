@@ -1,4 +1,4 @@
-"""From sources to folders: object stores, plug-ins, names; what is shared, remembered, and kept on the disk."""
+"""From sources to folders: object stores, plug-ins, names; shared results, memory and disk."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Store(MemoryFileSystem):
-    """An object store in memory that counts, waits and fails when told to."""
+    """An object store in memory that counts, and waits or fails on command."""
 
     protocol = "teststore"
     store: dict = {}  # noqa: RUF012  (as in the base class)

@@ -138,7 +138,7 @@ def test_offline(model_path: str) -> None:
 
 
 class Names(dict[str, LoRARequest]):
-    """A registry of which nobody looks at all names."""
+    """A registry whose names are never listed as a whole."""
 
     def __iter__(self) -> Any:
         raise AssertionError("all names were looked at")

@@ -1,4 +1,4 @@
-"""The threads in which adapters are fetched, and what their calls share and remember."""
+"""The threads in which adapters are fetched, and the results that their calls share."""
 
 import threading
 import time
@@ -85,4 +85,4 @@ def test_waiting_requests_can_be_failed(clock):
     with pytest.raises(ShuttingDownError):
         waiting.result(10)
     gate.set()
-    assert calls.call("k", lambda: 5).result(10) == 5, "what comes later is asked anew"
+    assert calls.call("k", lambda: 5).result(10) == 5, "a later call asks again"

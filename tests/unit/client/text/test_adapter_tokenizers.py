@@ -1,4 +1,4 @@
-"""Tokenizers of adapters: bounds on bytes and words, and what is kept."""
+"""Tokenizers of adapters: bounds on bytes and words, and the cache."""
 
 from __future__ import annotations
 

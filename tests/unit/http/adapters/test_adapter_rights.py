@@ -1,4 +1,4 @@
-"""Who may load adapters over HTTP, and from where."""
+"""Rights to load adapters over HTTP, and their allowed sources."""
 
 import os
 from pathlib import Path
@@ -43,7 +43,7 @@ def confined(make_http, tmp_path):
     return make_http(lora_roots=(str(root),), lora_sources=SourceOptions(max_adapter_bytes=1000))
 
 
-# --- who --------------------------------------------------------------------------------------------------------------
+# --- rights -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("path", "body"), ADMIN_CALLS)
@@ -98,7 +98,7 @@ def test_a_client_can_use_an_admins_adapter(make_http):
     assert http.post("/v1/completions", {"model": "x", "prompt": "a"}).status_code == 200
 
 
-# --- from where -------------------------------------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 
 def test_without_roots_no_folder_is_loaded(make_http, llm):
@@ -209,7 +209,7 @@ def test_other_sources_need_their_scheme(make_http, llm):
 
 
 def test_a_chain_of_schemes_is_no_way_around(make_http, tmp_path, llm):
-    """What begins with an allowed scheme and ends elsewhere is refused by the resolver, before the engine hears it."""
+    """A URL with an allowed scheme that leads elsewhere is refused by the resolver, before the engine sees it."""
     llm.sources = AdapterSources(SourceOptions(cache_dir=str(tmp_path)))
 
     async def load(request, **options):

@@ -137,7 +137,7 @@ def test_a_failed_load_stops_nothing_and_is_retried(url, caplog):
             assert names(serving) == {"a", "c"}
             await serving.adapter_sync.remember(adapter("d"), None)
             await asyncio.sleep(0.4)  # some looks
-            assert len([r for r in caplog.records if "'bad'" in r.getMessage()]) == 1, "it is told once"
+            assert len([r for r in caplog.records if "'bad'" in r.getMessage()]) == 1, "it is logged once"
             await serving.adapter_sync.remember(adapter("bad", path="/repaired"), None)
             assert await serving.adapter_sync.forget("", "bad")
 

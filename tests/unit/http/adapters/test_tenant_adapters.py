@@ -1,4 +1,4 @@
-"""A tenant's own adapters: who lists, uses, loads and unloads which, and under what names."""
+"""A tenant's own adapters: rights to list, use, load and unload them, and their names."""
 
 import asyncio
 from dataclasses import replace

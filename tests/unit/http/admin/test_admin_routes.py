@@ -1,4 +1,4 @@
-"""`/admin/v1`: who may, what it says, what it writes down."""
+"""`/admin/v1`: rights, answers and audit entries."""
 
 import asyncio
 import csv
@@ -91,7 +91,7 @@ def acme(server) -> dict:
     return server.ok("POST", "/tenants", {"name": "acme", "weight": 2, "limits": limits, "max_adapters": 3}, 201)
 
 
-# --- who ---
+# --- rights ---
 
 
 def test_only_admins(server, acme):

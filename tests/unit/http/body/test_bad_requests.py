@@ -1,4 +1,4 @@
-"""Everything that is wrong with a request is told in one shape."""
+"""Every error of a request has one shape."""
 
 import pytest
 

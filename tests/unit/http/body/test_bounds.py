@@ -1,4 +1,4 @@
-"""Bounds of request bodies are checked before work is done on them; what is within them is served."""
+"""Bounds of request bodies are checked before work is done on them; bodies within them are served."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Fields that frameworks write: what is ignored and said, what is refused, what is taken in another type."""
+"""Fields that frameworks write: ignored and named, refused, or accepted in another type."""
 
 import logging
 import re

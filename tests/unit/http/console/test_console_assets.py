@@ -1,4 +1,4 @@
-"""The console's page and files: what browsers may keep, and what the page may do."""
+"""The console's page and files: caching and content security."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`/admin/v1/stats`, in front of an engine that says what the test wants."""
+"""`/admin/v1/stats`, in front of a fake engine."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The line that each request gets in the log, and what never stands in one."""
+"""The log line of each request, and the texts that never appear in one."""
 
 import asyncio
 import io
@@ -27,7 +27,7 @@ SECRET = "correct horse battery staple"
 
 
 class Log:
-    """What a handler with one of our formatters writes, of all loggers."""
+    """Output of a handler with one of our formatters, for all loggers."""
 
     def __init__(self, formatter):
         self.stream = io.StringIO()
@@ -155,7 +155,7 @@ class TokenizerError(Exception):
 
 @pytest.mark.parametrize("where", ["route", "stream"])
 def test_an_unexpected_error_is_logged_without_its_message(http, llm, any_log, where):
-    """It may quote the prompt. Where it happened is there, and the classes of it and its causes."""
+    """It may quote the prompt. The log has the traceback, and the classes of the error and its causes."""
     llm.error = TokenizerError(f"cannot take {SECRET}")
     llm.error.__cause__ = ValueError(SECRET)
     llm.fail_after = 0 if where == "route" else 1
@@ -190,7 +190,7 @@ def test_without_the_option_there_is_no_line(http, log):
 
 
 def test_text_lines_are_lines(http):
-    """What users write cannot make a second line, or a field of its own."""
+    """Text of users cannot make a second line, or a field of its own."""
     for formatter in (TextFormatter(), json_formatter("api")):
         record = logging.LogRecord("x", logging.INFO, "f", 1, "said %r", ("a\nb",), None)
         record.__dict__ |= with_fields({"path": "/v1/a b\nERROR x: faked tenant=root", "n": 3, "s": 0.25, "none": ""})

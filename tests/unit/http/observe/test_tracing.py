@@ -67,7 +67,7 @@ def collector():
 
 @pytest.fixture
 def traced(make_http, collector):
-    """A server, and what its collector has got once the server has ended."""
+    """A server, and the spans that its collector received by the server's end."""
     http = make_http(otlp_endpoint=collector.url)
 
     def finish():

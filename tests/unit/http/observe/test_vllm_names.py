@@ -34,7 +34,7 @@ def exposition(model: str | None) -> str:
 
 
 def spec_decode_counts(text: str) -> tuple[dict[str, int], dict[int, int]]:
-    """Sums as `vllm bench serve` makes them: over all lines, by what their names contain."""
+    """Sums as `vllm bench serve` makes them: over all lines, by parts of their names."""
     totals, positions = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}, {}
     for line in text.splitlines():
         if not line.startswith("vllm:spec_decode"):

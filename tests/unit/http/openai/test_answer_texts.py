@@ -1,4 +1,4 @@
-"""Answers at random, in each format: no text vanishes, and pieces give what the whole gives."""
+"""Answers at random, in each format: no text vanishes, and pieces give the same as the whole."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Writer:
         return written(self.kind, name, arguments)
 
     def segment(self) -> str:
-        """Text, a call, or what is nearly a call."""
+        """Text, a call, or nearly a call."""
         kind = self.random.randint(0, 7)
         if kind < 3:
             return self.random.choice(["", " ", "\n\n"]) + self.words() + self.random.choice(["", " ", "\n"])
@@ -210,7 +210,7 @@ def test_no_text_vanishes(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_are_read_as_they_were_meant(kind):
-    """Whole calls, with marks in their strings, among text: the calls and the text are what was written."""
+    """Whole calls, with marks in their strings, among text: the calls and the text are returned as written."""
     for seed in range(100):
         writer = Writer(kind, seed)
         texts, calls = [], []

@@ -1,4 +1,4 @@
-"""Fields as particular clients send them: names of other servers, the same constraint twice, formats beside calls."""
+"""Fields as particular clients send them: names of other servers, the same constraint twice, formats of calls."""
 
 import json
 from dataclasses import replace

@@ -7,7 +7,7 @@ import pytest
 
 
 class Client:
-    """A bare ASGI client that can hang up, and tells when it has received a number of messages."""
+    """A bare ASGI client that can hang up, and wait for a number of messages."""
 
     def __init__(self, app, path: str, body: dict) -> None:
         self.received: list[dict] = []
@@ -106,7 +106,7 @@ def test_before_the_first_token_of_a_stream(http, llm):
 
 
 def test_a_cancelled_stream_ends_its_request(http, llm):
-    """What the HTTP server does with answers that take too long at a shutdown."""
+    """The HTTP server cancels answers that take too long at a shutdown."""
 
     async def run():
         llm.blocked = True

@@ -125,7 +125,7 @@ def test_events_do_not_depend_on_the_cuts(name):
 
 
 def check_order(events: list[dict[str, Any]]) -> None:
-    """Each item begins and ends before the next one, and what is done is what came in deltas."""
+    """Each item begins and ends before the next one, and the final items equal the deltas."""
     inside: list[str] = []
     text = ""
     for event in events:

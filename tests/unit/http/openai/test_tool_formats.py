@@ -230,7 +230,7 @@ def test_a_call_without_arguments_has_an_empty_object():
 
 
 def test_prefixes_of_calls_are_searched_once():
-    """With a name that may contain a beginning, this takes hours."""
+    """With a name that may contain a prefix, this would take hours."""
     parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True)
     text = "<function=" * 2000
     deltas = [delta for at in range(0, len(text), 4) for delta in parser.feed(text[at : at + 4])]

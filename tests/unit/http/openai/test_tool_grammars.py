@@ -1,4 +1,4 @@
-"""Grammars of chat answers: what they let through, token by token, with marks as text and as tokens."""
+"""Grammars of chat answers: allowed tokens, one by one, with marks as text and as tokens."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_reasoning_whose_mark_begins_with_a_token(tokenizer_with):
 
 
 def test_other_prefixes_of_calls_are_no_text(tokenizer_with):
-    """What the parser reads as a call is held to the schema, however it is written."""
+    """A call is held to the schema in every form that the parser reads."""
     constraint = answer_constraint(None, TOOLS, FORMATS["llama3_json"], tokenizer_with(MARKS["llama3_json"]), "")
     wrong = '"name":"weather","parameters":{"town":1}}'
     texts = ["{" + wrong, "{ " + wrong, "So: {" + wrong, '{"type": "function", ' + wrong, "<|python_tag|>{" + wrong]
@@ -163,7 +163,7 @@ ORDER = {
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_whatever_is_sampled_fits_the_schema(kind, tokenizer_with):
-    """Tokens at random among those that the mask leaves, from the beginning of the arguments on."""
+    """Tokens at random among those that the mask allows, from the start of the arguments."""
     import jsonschema
     import numpy
     from llguidance import LLMatcher

@@ -303,7 +303,7 @@ def test_a_required_call_is_one_unless_several_are_asked_for(http, llm, parallel
 
 
 def test_allowed_tools(http, llm):
-    """Other tools are not in the prompt, and what looks like a call of them is content."""
+    """Other tools are not in the prompt, and texts like calls of them are content."""
     llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>"
     for name, calls in (("get_weather", [CALL]), ("stop_all", [])):
         allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]}

@@ -1,4 +1,4 @@
-"""The bounds on connections and on what arrives, with sockets: what is refused, in which words, and what is not."""
+"""The bounds on connections and on arriving bytes, with sockets: refusals, their messages, and what is served."""
 
 import contextlib
 import time
@@ -180,4 +180,4 @@ def test_the_first_of_several_requests_is_aborted_on_disconnect(serve):
     client.close()
     served.until(lambda: served.app.gone == 1)
     time.sleep(0.1)
-    assert len(served.app.scopes) == 1  # the second is not begun for nobody
+    assert len(served.app.scopes) == 1  # the second is not begun: its client has gone

@@ -102,7 +102,7 @@ def test_a_length_that_only_looks_like_a_number(http):
 @pytest.mark.parametrize("depth", [150, 10_000, 1_000_000])
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_deep_json(http, depth, opening):
-    """Never a recursion too deep for the process; what is no field of ours is refused whatever its depth."""
+    """Never a recursion too deep for the process; unknown fields are refused at any depth."""
     closing = b"]" if opening == b"[" else b"}"
     value = opening * depth + b"1" + closing * depth
     headers = {"Content-Type": "application/json"}
@@ -115,7 +115,7 @@ def test_deep_json(http, depth, opening):
 
 
 def preflight(app) -> dict:
-    """What a browser asks before a page of another site may post."""
+    """A browser's preflight request before a page of another site may post."""
     sent = []
     headers = {"origin": "https://page.example", "access-control-request-method": "POST"}
     headers["access-control-request-headers"] = "authorization,content-type"

@@ -229,7 +229,7 @@ def test_gone_while_the_commit_is_in_flight(ledger_server, monkeypatch):
 
 
 def test_the_server_cancels_an_answer(ledger_server, llm):
-    """What the HTTP server does with answers that take too long at a shutdown."""
+    """The HTTP server cancels answers that take too long at a shutdown."""
     llm.blocked = True
 
     async def scenario(server):

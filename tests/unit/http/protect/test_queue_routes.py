@@ -21,7 +21,7 @@ PEOPLE = {
 
 
 class Ledger:
-    """Takes everything; counts what it was told to begin."""
+    """Takes everything; records the tenants of begun rows."""
 
     problem = None
 
@@ -82,7 +82,7 @@ def test_tenants_queues_and_the_engines_queue_are_bounded_together(server, llm):
             waiting = asyncio.create_task(post("bounded"))
             await until(lambda: server.queue.num_waiting == 1)
             assert server.queue.num_for_places == 1
-            for key in PEOPLE:  # one would wait in the engine, the other for its tenant's place
+            for key in PEOPLE:  # one would wait in the engine, the other for its tenant's slot
                 answer = await post(key)
                 assert (answer.status_code, answer.json()["error"]["type"]) == (503, "OverloadedError")
                 assert "max_num_queued_reqs is 1" in answer.json()["error"]["message"]

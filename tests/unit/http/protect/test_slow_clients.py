@@ -16,7 +16,7 @@ def test_a_request_that_does_not_arrive(serve, begin):
     served = serve(client_timeout=0.3)
     refused = error(served.ask(begin))
     assert refused == (408, "RequestTimeout", "The request did not arrive within 0.3 s")
-    told = int(b"\r\n\r\n" in begin)  # the application, that nobody is there
+    told = int(b"\r\n\r\n" in begin)  # the application is notified that the client has gone
     served.until(lambda: served.app.gone == told)
 
 

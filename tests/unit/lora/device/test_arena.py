@@ -195,7 +195,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("names", [list(MODULES), ["q", "v"], ["k", "down"]])
 @pytest.mark.parametrize("rows", [(0, 1, 2, 3), (1, 2, 5, 9)])
 def test_a_gpu_copies_each_row_once_without_waiting(names, rows):
-    """From pinned memory it can only where both sides are contiguous; and a step waits where device memory is made."""
+    """From pinned memory only if both sides are contiguous; and a step waits when device memory is allocated."""
     arena = make(is_apart=True)
     packed = arena.layout.pack(weights(dict.fromkeys(names, len(rows))))
     with Copies(packed) as seen:

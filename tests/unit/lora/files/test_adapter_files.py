@@ -371,7 +371,7 @@ def test_matrices_without_rows(tmp_path, read):
 
 
 def test_the_digest_of_dora_is_of_b_before_it_is_rounded():
-    """So is the gain, and what is served."""
+    """So are the gain and the served adapter."""
     base = torch.randn(64, 16)
     a, b, magnitude = torch.randn(4, 16), torch.randn(64, 4), torch.rand(64) + 1.0
     other = b * (1.0 + 1e-3 * torch.randn(64, 4))

@@ -116,7 +116,7 @@ def test_named_draft_weights(tmp_path):
 
 
 def deep_folder(root, length):
-    """A folder whose path has `length` characters, with the configuration where there is room for its name."""
+    """A folder whose path has `length` characters, with the configuration if there is room for its name."""
     path = str(root)
     while length - len(path) > 250:
         path += "/" + "d" * 100

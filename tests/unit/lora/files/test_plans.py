@@ -165,7 +165,7 @@ def test_few_forms_are_remembered(both, tmp_path, monkeypatch, understood):
 
 
 def test_a_header_is_checked_once(both, tmp_path, monkeypatch):
-    """By the library; what it found wrong is found wrong again."""
+    """By the library; its findings are found again."""
     tensor_file._known.cache_clear()
     real, checked = tensor_file.safe_open, []
     monkeypatch.setattr(tensor_file, "safe_open", lambda *a, **k: checked.append(1) or real(*a, **k))

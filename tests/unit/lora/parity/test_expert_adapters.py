@@ -36,7 +36,7 @@ LENGTHS = {
 
 
 def each_expert(family, folder, rank=4):
-    """Write an adapter with keys of single experts, as PEFT does where each expert is a module of its own."""
+    """Write an adapter with keys of single experts, as PEFT does if each expert is a module of its own."""
     blocks = {f"experts.{expert}": INNER for expert in range(4)}
     block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
     if family == "Mixtral":

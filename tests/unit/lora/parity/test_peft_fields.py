@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
-# Options of PEFT in addition to `PLAIN`, by name of the case: the field, and a letter where it has several.
+# Options of PEFT in addition to `PLAIN`, by name of the case: the field, and a letter if it has several.
 TRAINED = {
     "task_type": {"task_type": "CAUSAL_LM"},
     "auto_mapping": {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},

@@ -144,7 +144,7 @@ def test_a_mix_goes_with_a_part_and_running_requests_finish_on_it(make, folder, 
 
 
 def test_waiting_mixes_finish_on_the_parts_that_they_were_asked_with(make, folder):
-    """The part's old content is gone from disk; what is in memory is enough."""
+    """The part's old content is gone from disk; the copy in memory is enough."""
     manager = make(max_loras=4)
     a, b, c = (folder(name) for name in "abc")
     for name, path in (("a", a), ("b", b)):

@@ -18,7 +18,7 @@ SECONDS = 10
 
 
 class Gate:
-    """Counts what is in flight, and holds it until `open` is set."""
+    """Counts work in flight, and holds it until `open` is set."""
 
     def __init__(self):
         self.open = threading.Event()

@@ -104,7 +104,7 @@ def test_one_that_waited_too_long_gets_the_rows_next(make_manager, folder):
 
 @pytest.mark.parametrize("max_cpu_loras", [1, 2])
 def test_a_stream_of_requests_for_one_adapter_does_not_starve_another(make_manager, folder, max_cpu_loras):
-    """Also when host memory has room for no more than the device: then the load itself is what must wait."""
+    """Also when host memory has room for no more than the device: then the load itself must wait."""
     now = [0.0]
     manager = make_manager(max_lora_rank=4, max_loras=1, max_cpu_loras=max_cpu_loras, clock=lambda: now[0])
     path = folder("a")

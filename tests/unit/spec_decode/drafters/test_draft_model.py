@@ -232,7 +232,7 @@ def test_parts_of_prompts_are_computed_together_with_rows_that_draft(draft: Draf
 
 
 def test_rows_without_drafts_are_not_computed_with_others(draft: Draft) -> None:
-    """A trial of a few rows costs what these cost."""
+    """A trial of a few rows costs as much as these rows."""
     engine = Engine(draft)
     idle, busy = engine.sequence(9, seed=1), engine.sequence(5, seed=2)
     proposals = engine.propose((idle, idle.row(0)), (busy, busy.row(1)))

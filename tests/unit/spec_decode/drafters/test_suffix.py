@@ -166,7 +166,7 @@ def test_a_name_used_again_is_a_new_request():
 
 
 def test_tokens_behind_the_end_of_an_output_are_not_remembered():
-    """The drafter sees what was sampled before the engine cuts it at a stop token."""
+    """The drafter sees the sampled tokens before the engine cuts them at a stop token."""
     drafter, request = make_drafter(), make_request(prompt=[1, 2])
     full = request.tokens + SECRET
     drafter.propose([row(request)._replace(tokens=full)], TargetOutput())

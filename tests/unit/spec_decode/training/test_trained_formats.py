@@ -89,7 +89,7 @@ class PlainHead:
 def check_guesses(drafter, plain, target, features, lengths):
     """Guess after every prefix, as a round would, and compare with the unrolled guesses.
 
-    A guess of the unroll at step j holds for the text's tokens, so it is compared where the drafts before it were the
+    A guess of the unroll at step j holds for the text's tokens, so it is compared if the drafts before it were the
     text.
     """
     guesses = drafter.guesses(features, K)

@@ -199,7 +199,7 @@ def test_training_with_muon_lowers_the_loss(options, samples):
 
 @pytest.mark.slow
 def test_training_medusa_heads_lowers_the_loss(options, tmp_path):
-    """They begin as the target's own head, which is right where a text repeats a token: this one never does."""
+    """They begin as the target's own head, which is right if a text repeats a token: this one never does."""
     save_counting_target(tmp_path / "target")
     samples = counting_samples()
     sizes = {"medusa_heads": 3, "k": 3, "steps": 60, "eval_every": 60}

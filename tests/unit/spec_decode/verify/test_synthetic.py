@@ -39,7 +39,7 @@ def test_each_position_is_accepted_at_its_rate() -> None:
 
 @pytest.mark.slow
 def test_successive_rounds_of_one_request_are_independent() -> None:
-    """The next round starts where the last one ended; its first coin must not depend on the last one's."""
+    """The next step starts after the last one; its first coin must not depend on the last one's."""
     position, counts = 0, []
     for _ in range(5000):
         accepted = accept_at_rates(VerifyRow(99, position, [1, 2, 3, 4], None, Rule.GREEDY), RATES)

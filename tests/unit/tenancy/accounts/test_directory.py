@@ -1,4 +1,4 @@
-"""What a server knows of keys, and how soon."""
+"""A server's copy of the keys, and its delay."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ def sqlite_store(sqlite) -> Store:
 
 @pytest.fixture
 def directory(sqlite):
-    """One that looks only when it is told to."""
+    """A directory that reads only on command."""
     directory = Directory(sqlite, clock=Clock(), age_clock=Clock())
     yield directory
     asyncio.run(directory.close())
@@ -156,7 +156,7 @@ def test_nothing_is_read_again_without_a_change(sqlite_store, directory):
     assert [len(s.prefixes) for s in snapshots] == [0, 1]
     assert snapshots[0].revision < snapshots[1].revision
     later = []
-    directory.subscribe(later.append)  # is told at once what there is
+    directory.subscribe(later.append)  # is called at once with the present principals
     assert later == snapshots[1:]
 
 
@@ -262,7 +262,7 @@ def test_databases_that_cannot_be_opened(address, error):
 
 
 def test_a_row_that_this_version_cannot_read_is_no_empty_directory(sqlite, sqlite_store, directory):
-    """A limit that nobody enforces must not count as none."""
+    """An unenforced limit must not count as none."""
     _, secret = sqlite_store.create_key("acme")
     refresh(directory)
     with sqlite.write() as connection:

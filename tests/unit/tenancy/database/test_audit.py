@@ -1,4 +1,4 @@
-"""Who changed what: as certain as the change itself."""
+"""Audit entries: as certain as the change itself."""
 
 import asyncio
 import contextvars

@@ -1,4 +1,4 @@
-"""Tables come from the migrations alone, once, whoever else is at it."""
+"""Tables come from the migrations alone, once, even if several servers migrate at once."""
 
 import logging
 import subprocess

@@ -1,4 +1,4 @@
-"""The journal: what was written is found again, whatever happened to the process, the disk and the file."""
+"""The journal: written rows are found again after any fault of the process, the disk or the file."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""What is copied to make room: the old copy goes when the new one is on the disk, and nobody waits for that."""
+"""Compaction: the old copy is deleted when the new one is on the disk, and no request waits for that."""
 
 import asyncio
 import errno
@@ -110,7 +110,7 @@ def _reopened(journal) -> Journal:
 
 
 class SlowDisk:
-    """One that does not answer until it is told to; it knows which threads have waited for it."""
+    """A disk that answers on command; it records the threads that waited for it."""
 
     def __init__(self, monkeypatch) -> None:
         self.answers = threading.Event()

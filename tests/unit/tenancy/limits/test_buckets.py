@@ -1,4 +1,4 @@
-"""Never more than the limit allows, in any span of time; what is not used comes back."""
+"""Never more than the limit allows, in any span of time; unused tokens are refunded."""
 
 import itertools
 from fractions import Fraction
@@ -19,7 +19,7 @@ STEPS = st.lists(
 
 
 def play(limit, steps):
-    """Charge whenever the bucket allows it; returns (time, amount, what was used of it) of each charge."""
+    """Charge whenever the bucket allows it; returns (time, amount, used amount) of each charge."""
     bucket, now = RateBucket(limit, 0), 0
     running, done = [], []
     for kind, seconds, amount in steps:
@@ -111,7 +111,7 @@ def test_a_clock_that_goes_back_pays_nothing():
 
 
 def test_adjacent_charges_without_a_key_are_merged():
-    """What nobody can give back is one entry; a charge with a key stays apart from what follows it."""
+    """Charges that cannot be refunded are merged; a charge with a key is not merged with the next."""
     bucket = RateBucket(100, 0)
     for amount, key in ((2, ""), (3, ""), (1, "k"), (4, ""), (5, "l")):
         bucket.charge(amount, 0, key)

@@ -1,4 +1,4 @@
-"""Budgets: periods, and what the ledger says."""
+"""Budgets: periods, and readings of the ledger."""
 
 from datetime import UTC, datetime
 

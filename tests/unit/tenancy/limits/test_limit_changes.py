@@ -1,4 +1,4 @@
-"""Limits that change while requests run and wait, and what is bounded for all tenants together."""
+"""Limits that change while requests run and wait, and bounds for all tenants together."""
 
 import asyncio
 

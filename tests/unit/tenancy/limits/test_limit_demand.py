@@ -1,4 +1,4 @@
-"""How much of what a request asks for its limits allow."""
+"""Demands of requests under their limits."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ def test_a_missing_max_tokens_is_lowered():
     assert granted(Demand((10,), n=2), Limits(tokens_per_minute=50)) == [20]
     assert granted(Demand((10, 20), n=2), Limits(tokens_per_minute=50)) == [5, 5]
     assert granted(Demand((10,)), most=25) == [15]
-    assert granted(Demand((10, 90)), most=200) == [90, 10], "where all fit, none is lowered to an equal share"
+    assert granted(Demand((10, 90)), most=200) == [90, 10], "if all fit, none is lowered to an equal share"
     assert granted(Demand((10,)), most=3) == [1], "the budget's own check refuses it"
 
 

@@ -1,4 +1,4 @@
-"""Places are taken in the order in which they were asked for, and none is lost."""
+"""Slots are taken in the order in which they were asked for, and none is lost."""
 
 import asyncio
 

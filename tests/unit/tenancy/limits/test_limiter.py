@@ -1,4 +1,4 @@
-"""Admission: all of what a request needs, or an error that says when."""
+"""Admission: everything that a request needs, or an error with the time to retry."""
 
 import asyncio
 import weakref

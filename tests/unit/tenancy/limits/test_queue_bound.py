@@ -1,4 +1,4 @@
-"""What waits anywhere in a server is counted once, and nobody who has been let in to wait is refused later."""
+"""Each waiting request of a server is counted once, and never refused after it was queued."""
 
 import pytest
 from hypothesis import given

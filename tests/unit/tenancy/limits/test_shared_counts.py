@@ -1,4 +1,4 @@
-"""Turns of servers that count together: what they load, write and wait for."""
+"""Turns of servers with shared limits: their reads, writes and waits."""
 
 import asyncio
 import json

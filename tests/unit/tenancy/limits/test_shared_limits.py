@@ -1,4 +1,4 @@
-"""Servers that count together: what one admits, all have admitted."""
+"""Servers with shared limits: a request admitted by one counts for all."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ def test_slots_of_all_servers_go_by_arrival():
                 await refused(servers.admit(server), "max_queued_requests")
             await servers.release(0, running, 0)
             await asyncio.gather(*tasks)
-            assert order == [1, 0], "the one that came later, where the place was left, overtook the other"
+            assert order == [1, 0], "the later one, on the server with the free slot, overtook the other"
 
     run(scenario())
 
@@ -276,7 +276,7 @@ STEPS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS)
 def test_three_servers_decide_as_one_would(steps):
-    """The rule is one: whichever server is asked, it says what a server that has had all requests says."""
+    """Every server answers as a single server that received all requests would."""
 
     async def scenario():
         tenant = Limits(tokens_per_minute=200, requests_per_minute=8, token_budget=900, budget_period="day")
@@ -322,7 +322,7 @@ def principal_with(**limits):
 
 
 def test_two_servers_and_a_real_database(database):
-    """200 requests at once: exactly the limit is admitted, and what time has added since the first one."""
+    """200 requests at once: exactly the limit is admitted, plus the refill since the first one."""
 
     async def scenario():
         limiters = [Limiter(Usage(), table=CountTable(database)) for _ in range(2)]
