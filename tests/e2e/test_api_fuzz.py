@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-MAX_EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "5"))
+MAX_EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "3"))
 KEY = "operator"
 GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")
 

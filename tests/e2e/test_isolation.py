@@ -123,7 +123,7 @@ def test_adapters_of_the_same_name(shop):
     assert shop.globex.post("/v1/completions", json=body).status_code == 200
 
 
-def test_one_that_was_loaded_before_the_start(shop):
+def test_an_adapter_stored_before_the_start(shop):
     body = {"model": "old", "prompt": "Anna from Lisbon", "max_tokens": 4}
     assert shop.acme.post("/v1/completions", json=body).status_code == 200
     foreign, unknown = (shop.globex.post("/v1/completions", json=body | {"model": m}) for m in ("old", "nobody"))

@@ -36,7 +36,7 @@ def test_summary(server):
     assert "Traceback" not in output
 
 
-def test_as_a_newcomer_gets_it(start_server):
+def test_defaults_of_a_first_start(start_server):
     """Without options: the demo, its adapters, and as much speculation as pays. In float32, so that text is exact."""
     server = start_server("--dtype", "float32")
     assert "eagle3, at most 4 drafts" in server.output

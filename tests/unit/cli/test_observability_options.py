@@ -31,7 +31,7 @@ def config(arguments):
         ("--log-prompts", ("text", True)),
     ],
 )
-def test_who_gets_a_line_for_each_request(arguments, expected):
+def test_request_lines_by_log_format_and_level(arguments, expected):
     options = config(arguments)
     assert (options.log_format, options.log_requests) == expected
     assert options.log_prompts == ("--log-prompts" in arguments)

@@ -297,7 +297,7 @@ def test_keywords_of_generate_and_chat(model_path: str) -> None:
             llm.chat(conversation, params, add_generation_promt=True)  # type: ignore[call-arg]
 
 
-def test_missing_methods_name_the_replacement(model_path: str) -> None:
+def test_missing_methods_give_the_reason(model_path: str) -> None:
     with LLM(model_path) as llm:
         with pytest.raises(AttributeError, match=r"LLM.collective_rpc is not there: code of the user's own"):
             llm.collective_rpc("f")  # type: ignore[attr-defined]

@@ -373,6 +373,6 @@ def test_the_largest_schemas_are_rewritten_in_time_and_stay_of_their_size(name):
     assert len(json.dumps(schema)) < 8 * MAX_CONSTRAINT_CHARS
 
 
-def test_one_that_is_nested_too_deeply_is_refused():
+def test_a_schema_nested_too_deeply_is_refused():
     with pytest.raises(InvalidRequestError, match="recursion"):
         CHECKER.check(StructuredOutputsParams(json='{"items":' * 6000 + "{}" + "}" * 6000))

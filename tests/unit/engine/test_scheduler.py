@@ -246,7 +246,7 @@ def test_a_request_waiting_for_a_seat_does_not_block_others():
     assert scheduler.waiting_by_reason() == {"seats": 1}
 
 
-def test_one_that_waits_for_room_is_not_overtaken():
+def test_a_request_waiting_for_room_is_not_overtaken():
     scheduler, device = make(6), Device(6)
     scheduler.add(request("a", range(12), 8))
     plan = scheduler.schedule()

@@ -91,7 +91,7 @@ def test_short_sequences_are_measured_in_several_requests():
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
-def test_it_ends_when_its_time_is_over(scheduler, num_steps):
+def test_warm_up_ends_when_its_time_is_over(scheduler, num_steps):
     drafter = Drafter()
     runner = Runner(drafter)
     warm_up(scheduler, runner, drafter, seconds=num_steps, clock=lambda: len(runner.steps))

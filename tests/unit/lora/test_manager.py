@@ -64,7 +64,7 @@ def test_unload_lets_running_requests_finish(make_manager, folder):
     assert len(manager._residency.pool) == len(manager._residency.host) == 0
 
 
-def test_load_durations_are_bounded_without_readers(make_manager, folder):
+def test_load_durations_are_bounded_between_two_reads_of_the_statistics(make_manager, folder):
     manager, path = make_manager(), folder("a")
     manager.catalog._load_seconds.extend([1.0] * (2 * catalog_module.MAX_LOAD_SECONDS))
     manager.catalog.load(LoRARequest("a", path=path))

@@ -125,7 +125,7 @@ def test_files_of_the_library_itself(bits: int, symmetric: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("order", [("group_0", "group_1", "group_2"), ("group_2", "group_1", "group_0")])
-def test_of_overlapping_groups_the_nearest_target_counts(order: tuple[str, ...]) -> None:
+def test_the_nearest_target_of_overlapping_groups_counts(order: tuple[str, ...]) -> None:
     """A module's name, then an expression, then its class, in whatever order the groups stand."""
     config = CASES["ct-w8a8"].config
     plain = config["config_groups"]["group_0"]

@@ -27,7 +27,7 @@ def test_affinity_is_bounded_to_eight_requests_above_the_least_loaded() -> None:
         assert (AffinityRouter[int](seed=0).rank(replicas, RoutingKey("sql"))[0] == 2) is is_kept
 
 
-def test_but_not_to_a_replica_that_has_far_more_to_do() -> None:
+def test_affinity_avoids_a_replica_with_far_more_requests() -> None:
     replicas = views(4)
     replicas[2].adapters.use("sql")
     replicas[2].ongoing = 9

@@ -191,7 +191,7 @@ def test_loops_of_links(rules, good):
         rules.check(str(good))
 
 
-def test_a_link_that_leads_nowhere_hides_nothing_else(rules, good):
+def test_a_broken_link_hides_no_other_file(rules, good):
     """A folder is refused when not all of it can be looked at."""
     (good / "adapter_a").symlink_to(good / "nothing")
     os.mkfifo(good / "adapter_model.bin")

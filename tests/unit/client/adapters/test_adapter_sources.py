@@ -138,7 +138,7 @@ def test_a_download(make):
     assert len(Store.opened) == num_opened
 
 
-def test_draft_weights_of_another_source(make):
+def test_draft_weights_may_have_their_own_source(make):
     base, draft = upload("a"), upload("d")
     request = make().localize(LoRARequest("x", 7, base, draft_path=draft)).result()
     assert (request.name, request.lora_int_id) == ("x", 7)

@@ -72,7 +72,7 @@ def test_names_that_are_no_folders(directory, http, model):
     assert error["param"] == "model"
 
 
-def test_one_that_leads_outside(directory, http, llm, tmp_path):
+def test_a_link_to_a_folder_outside(directory, http, llm, tmp_path):
     outside = make_adapter(tmp_path / "outside")
     (directory / "link").symlink_to(outside)
     error = error_in(http.post("/v1/completions", {"model": "link", "prompt": "x"}))

@@ -204,7 +204,7 @@ def test_other_sources_need_their_scheme(make_http, llm):
     error_in(http.load_adapter("x", "/adapters/x", draft_path="gs://bucket/x"))
 
 
-def test_a_chain_of_schemes_is_no_way_around(make_http, tmp_path, llm):
+def test_chained_schemes_do_not_bypass_the_policy(make_http, tmp_path, llm):
     """A URL with an allowed scheme that leads elsewhere is refused by the resolver, before the engine sees it."""
     llm.sources = AdapterSources(SourceOptions(cache_dir=str(tmp_path)))
 

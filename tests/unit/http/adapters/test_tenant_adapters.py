@@ -163,7 +163,7 @@ def test_mixes_have_visible_parts_and_plain_names(people):
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_a_foreign_adapter_is_answered_as_an_unknown_one(people, route):
+def test_another_tenants_adapter_is_answered_as_unknown(people, route):
     people.globex.load("secret")
     body = {
         "/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
@@ -179,7 +179,7 @@ def test_a_foreign_adapter_is_answered_as_an_unknown_one(people, route):
         assert answer(foreign)[0] == 404
 
 
-def test_cards_and_unloading_have_quoted_names(people):
+def test_cards_and_unloading_treat_other_tenants_adapters_as_unknown(people):
     people.globex.load("secret")
     calls = len(people.llm.calls)
     answers = []
@@ -366,7 +366,7 @@ def test_errors_of_the_engine_have_plain_names(people):
     assert "adapter 'own'" in response.text
 
 
-def test_one_that_the_engine_lost_is_unloaded_all_the_same(people):
+def test_an_adapter_that_the_engine_lost_can_be_unloaded(people):
     people.acme.load("own")
     del people.llm.in_engine[engine_name("acme", "own")]
     assert people.acme.unload("own").status_code == 200

@@ -118,7 +118,7 @@ def test_the_header_is_short_and_safe(http):
     assert "x-evil" not in response.headers
 
 
-def test_they_are_counted_by_known_names(http, caplog):
+def test_ignored_fields_are_counted_by_known_names(http, caplog):
     with caplog.at_level(logging.DEBUG, logger=REQUEST_LOGGER):
         chat(http, metadata={"a": "b"}, mine=1, yours=2)
         chat(http, metadata={"a": "b"}, messages=[HELLO[0] | {"id": "m"}])

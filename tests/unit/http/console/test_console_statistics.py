@@ -118,7 +118,7 @@ def test_a_history_that_cannot_be(http, history):
     assert "history" in response.json()["error"]["message"]
 
 
-def test_they_are_in_the_api_description(http):
+def test_statistics_are_in_the_api_description(http):
     operation = http.get("/openapi.json").json()["paths"]["/admin/v1/stats"]["get"]
     assert operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Stats")
 

@@ -117,7 +117,7 @@ def test_several_prompts_are_added_up(http, log):
         ({"prompt": {SECRET: SECRET}}, 400, "BadRequestError"),
     ],
 )
-def test_refusals_have_the_errors_type(http, any_log, body, status, error):
+def test_refusals_are_logged_with_their_type(http, any_log, body, status, error):
     assert http.post("/v1/completions", body).status_code == status
     assert f'"status": {status}' in any_log.text or f"status={status}" in any_log.text
     assert error in any_log.text

@@ -193,7 +193,7 @@ def pieces_of(text: str, random: Random) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_vanishes(kind):
-    for seed in range(150):
+    for seed in range(75):
         writer = Writer(kind, seed)
         text = writer.answer()
         if seed % 3 == 0:
@@ -211,7 +211,7 @@ def test_no_text_vanishes(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_are_read_as_they_were_meant(kind):
     """Whole calls, with marks in their strings, among text: the calls and the text are returned as written."""
-    for seed in range(100):
+    for seed in range(50):
         writer = Writer(kind, seed)
         texts, calls = [], []
         for _ in range(1 if kind in ("pythonic", "openai") else writer.random.randint(1, 3)):
@@ -241,7 +241,7 @@ def test_calls_are_read_as_they_were_meant(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_call_that_is_cut_is_never_mended(kind):
     """At each place: arguments that can be read are those that were written."""
-    for seed in range(6):
+    for seed in range(3):
         writer = Writer(kind, seed)
         text = writer.call("write_file")
         complete = json.loads(parsed(kind, [text])["calls"][0]["arguments"])

@@ -314,7 +314,7 @@ def test_wrong_fields(http, fields, param):
     assert not {"messages", "response_format"} & set(error["message"].replace("'", " ").split()) - set(fields)
 
 
-def test_hosted_tools_next_to_functions_are_ignored(http, make_http):
+def test_other_tools_next_to_functions_are_ignored(http, make_http):
     tools = [{"type": "web_search", "external_web_access": False}, TOOL, {"type": "custom", "name": "apply_patch"}]
     response = http.post(PATH, {"input": "a", "tools": tools, "tool_choice": "auto"})
     assert response.status_code == 200, response.text
@@ -374,7 +374,7 @@ def test_an_item_of_a_stored_response_is_sent_back_as_a_reference(http, llm):
 
 
 @pytest.mark.parametrize("field", [{"structured_outputs": {"regex": "(tools[9]"}}, {"tool_choice": "tools[7]"}])
-def test_an_error_quotes_a_path(http, field):
+def test_an_error_names_the_tools_index(http, field):
     assert "tools[" in error_in(http.post(PATH, {"input": "a", "tools": [TOOL], **field}))["message"]
 
 

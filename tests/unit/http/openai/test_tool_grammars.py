@@ -344,7 +344,7 @@ def test_channels_of_harmony(tokenizer_with):
     assert accepts(tokenizer, constraint, *texts) == [True, True, False]
 
 
-def test_nothing_is_added_before_a_call_without_room(tokenizer_with):
+def test_constraints_of_the_request_are_kept_without_calls_in_text(tokenizer_with):
     tokenizer = tokenizer_with([])
     assert answer_constraint(JSON, ToolChoice(), None, tokenizer, "") is JSON
     assert answer_constraint(None, ToolChoice(TOOLS.tools[1:]), FORMATS["hermes"], tokenizer, "") is None

@@ -27,7 +27,7 @@ def test_connections_above_the_bound_get_503(serve):
     held.pop().close()
 
 
-def test_of_very_many_most_are_dropped_unheard(serve, monkeypatch):
+def test_most_of_very_many_connections_are_dropped(serve, monkeypatch):
     monkeypatch.setattr(connections, "MAX_REFUSED", 3)
     served = serve(max_connections=1)
     held = [served.connect(GET)]
@@ -163,7 +163,7 @@ def test_a_few_requests_may_wait(serve):
         assert rest(client).count(b"HTTP/1.1 200") == 6
 
 
-def test_many_may_not(serve):
+def test_too_many_pipelined_requests_close_the_connection(serve):
     served = serve()
     waiting = b"GET /wait HTTP/1.1\r\n\r\n"
     with served.connect(waiting * 1000) as client:

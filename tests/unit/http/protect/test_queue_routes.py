@@ -153,7 +153,7 @@ def test_no_request_waits_for_a_slot_while_draining(server, llm):
     asyncio.run(scenario())
 
 
-def test_new_constraints_of_one_tenant_delay_no_other(server, llm, monkeypatch):
+def test_new_constraints_of_one_tenant_delay_no_other_tenant(server, llm, monkeypatch):
     checked, may_go_on = [], threading.Event()
 
     def check(params):

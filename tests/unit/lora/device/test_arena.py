@@ -167,7 +167,7 @@ def resident_bytes():
         return int(file.read().split()[1]) * 4096
 
 
-def test_live_rows_are_readable_module_by_module():
+def test_live_flags_are_contiguous_bytes():
     arena = make()
     assert arena.live.dtype == np.uint8
     assert arena.live.strides[0] == 1

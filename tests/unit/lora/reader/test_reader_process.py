@@ -155,7 +155,7 @@ def test_close_does_not_wait_for_one_that_hangs(both, tmp_path):
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["socket closed", "socket held by a fork"])
-def test_it_goes_with_the_engines_process(tmp_path, held):
+def test_the_reader_ends_with_the_engines_process(tmp_path, held):
     script = tmp_path / "engine.py"
     script.write_text(
         f"""
@@ -201,7 +201,7 @@ def test_the_reader_process_is_nicer_if_allowed(both, tmp_path, monkeypatch):
     other.close()
 
 
-def test_the_reader_process_pays_only_on_a_free_core(monkeypatch):
+def test_the_reader_process_pays_on_a_free_core_or_with_long_steps(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert reader_module.pays(1)
     assert not reader_module.pays(2)

@@ -89,7 +89,7 @@ def make_engine(folder):
         engine.manager.close()
 
 
-def test_two_tenants_alternate_on_one_slot(make_engine):
+def test_two_tenants_with_one_adapter_slot_are_served_alike(make_engine):
     """Each has requests for an adapter of its own in every step: both are served, about the same."""
     engine = make_engine(max_num_seqs=4)
     added = {}

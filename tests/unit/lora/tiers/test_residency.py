@@ -75,7 +75,7 @@ def test_requests_that_ended_while_waiting_claim_nothing(make_manager, folder):
     assert manager.catalog.stats().waiting == []
 
 
-def test_one_that_waited_too_long_gets_the_rows_next(make_manager, folder):
+def test_the_longest_waiting_adapter_gets_the_rows_next(make_manager, folder):
     now = [0.0]
     manager = make_manager(max_lora_rank=4, max_loras=2, clock=lambda: now[0])
     busy = [admitted(manager, name, folder(name), name) for name in "ab"]
@@ -276,7 +276,7 @@ def test_pinned_in_place_moves_the_pin(make_manager, folder):
     assert len(manager._residency.pool) == 2
 
 
-def test_who_leaves_host_memory_is_found_without_a_look_at_all(make_manager, folder, monkeypatch):
+def test_the_adapter_to_evict_is_found_without_a_full_scan(make_manager, folder, monkeypatch):
     """The first unused one in order: with thousands in memory, checking more would delay a step."""
     manager = make_manager(max_loras=2, max_cpu_loras=24)
     for index in range(24):

@@ -17,8 +17,7 @@ NEURAL = Costs(0.05, 2.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("p", [0.1, 0.8])
+@pytest.mark.parametrize(("p", "rows"), [(0.1, 1), (0.8, 8)])
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
 def test_goodput_is_near_that_of_the_best_fixed_number(curve, p, rows):
     """And never much below that without drafts. A staircase of costs is drawn as a line between measured sizes."""

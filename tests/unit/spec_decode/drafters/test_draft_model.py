@@ -166,7 +166,7 @@ def test_a_prompt_in_chunks_is_computed_when_drafts_are_wanted(draft: Draft) -> 
     assert engine.step(sequence, 3).drafts.token_ids == draft.greedy(sequence.request.tokens, 3)
 
 
-def test_a_spell_without_drafts_costs_nothing_and_is_made_up(draft: Draft) -> None:
+def test_steps_without_drafts_are_caught_up_later(draft: Draft) -> None:
     engine = Engine(draft)
     sequence = engine.sequence(6)
     engine.step(sequence, 2)

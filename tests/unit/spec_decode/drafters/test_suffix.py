@@ -300,7 +300,7 @@ def test_the_longest_suffix_is_found():
         assert (0 if place is None else place.length) == max(lengths, default=0)
 
 
-def test_requests_without_a_drafting_step_are_remembered_too():
+def test_requests_that_were_never_drafted_for_are_remembered():
     """They are added and removed while nothing is drafted: others may get the same answers."""
     drafter, gone = make_drafter(), make_request(prompt=[1, 2])
     drafter.watch([row(gone)], TargetOutput())

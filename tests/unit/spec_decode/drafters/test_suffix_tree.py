@@ -150,7 +150,7 @@ def test_a_growing_text_goes_on_with_its_own_copy():
     assert tree.continuation(place, 7, 0.1).token_ids == [3, 1, 2, 3, 1, 2, 3]
 
 
-def test_of_equally_frequent_ways_the_last_one_is_taken():
+def test_the_last_of_equally_frequent_continuations_is_taken():
     tree = SuffixTree(4)
     for tokens in ([1, 2, 5], [1, 2, 6], [1, 2, 5], [1, 2, 6]):
         tree.insert(Text(tokens), 3)

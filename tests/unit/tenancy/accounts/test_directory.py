@@ -80,7 +80,7 @@ def test_keys_that_are_valid_no_more(sqlite_store, sqlite):
     asyncio.run(directory.close())
 
 
-def test_principals_are_ordered_by_reading(sqlite_store, directory):
+def test_a_changed_principal_has_a_later_reading(sqlite_store, directory):
     _, secret = sqlite_store.create_key("acme")
     before = refresh(directory).authenticate(secret)
     assert refresh(directory).authenticate(secret) is before
@@ -88,7 +88,7 @@ def test_principals_are_ordered_by_reading(sqlite_store, directory):
     assert refresh(directory).authenticate(secret).reading > before.reading > 0
 
 
-def test_who_may_not_enter(sqlite_store, directory):
+def test_refused_keys(sqlite_store, directory):
     _, secret = sqlite_store.create_key("acme")
     assert directory.authenticate(secret) is None  # nothing has been read yet
     refresh(directory)

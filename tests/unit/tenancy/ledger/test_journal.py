@@ -202,7 +202,7 @@ def on_disk(journal) -> int:
     return sum(path.stat().st_size for path in journal.folder.glob("*.journal"))
 
 
-def test_it_is_bounded_and_every_request_that_began_can_end(journal):
+def test_the_journal_is_bounded_and_begun_requests_can_end(journal):
     names = fill(journal)
     assert len(names) > 300
     assert on_disk(journal) == journal.num_bytes <= BYTES

@@ -106,7 +106,7 @@ def test_servers_that_read_first_at_once_count_from_one_answer():
     assert two.used == 230
 
 
-def test_of_two_first_readings_the_later_one_counts():
+def test_the_later_of_two_first_readings_counts():
     noon = at("2026-11-21T12:00")
     for order in (0, 1), (1, 0):
         budgets = [Budget(1000, "day", noon) for _ in range(2)]

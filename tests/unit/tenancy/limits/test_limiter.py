@@ -88,7 +88,7 @@ def test_several_prompts_and_sequences_are_counted_each():
     run(scenario())
 
 
-def test_who_is_refused_has_used_nothing():
+def test_a_refused_request_has_used_nothing():
     """By one of several limits: the others are not charged."""
 
     async def scenario():

@@ -220,7 +220,7 @@ def test_the_first_arrival_gets_the_last_slot_of_a_turn():
     run(scenario())
 
 
-def test_who_waits_is_known_to_all_servers_after_its_first_turn():
+def test_a_waiting_request_is_known_to_all_servers_after_its_first_turn():
     async def scenario():
         async with in_memory(Limits(max_concurrent_requests=1)) as servers:
             running = await servers.admit(0)

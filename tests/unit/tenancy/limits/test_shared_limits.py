@@ -138,7 +138,7 @@ def test_a_lease_is_renewed_while_requests_run():
     run(scenario())
 
 
-def test_who_is_cancelled_before_the_answer_has_used_nothing():
+def test_a_request_cancelled_before_the_answer_has_used_nothing():
     async def scenario():
         async with in_memory(Limits(requests_per_minute=5, max_concurrent_requests=5)) as servers:
             for rounds in range(1, 9):
