@@ -108,7 +108,7 @@ def test_history(http, llm):
     assert times == list(range(times[0], times[0] + 60))
     assert found["history"][-1] == found["live"]
     assert found["history"][-1]["running"] == 5
-    assert found["history"][0]["running"] is None, "nobody asked then"
+    assert found["history"][0]["running"] is None, "no snapshot was taken then"
 
 
 @pytest.mark.parametrize("history", ["-1", "301", "x"])
