@@ -16,6 +16,7 @@ from outrider.kernels.paged_attention import (
     LayerKV,
     RowArrays,
     Shape,
+    WholeRow,
     Window,
     device_step,
     write_kv,
@@ -29,7 +30,7 @@ from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 from outrider.models.layers.norm import RMSNorm
 
-from .attention_backends import first_seen, make_backend, unrotated, weights_of
+from .attention_backends import hidden_keys, make_backend, unrotated, weights_of
 
 # float32: sums in another order. float16: weights and results are rounded to 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -90,10 +91,8 @@ def dense(inputs: Inputs, window: Window = None, first_key: int = 0, sinks: Tens
         fold = q.shape[1] // k.shape[1]
         k, v = (x.double().repeat_interleave(fold, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-        positions, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)
-        hidden = (keys > positions) | (keys < first_key)
-        if window is not None:
-            hidden |= keys < first_seen(positions, window)
+        hidden = hidden_keys(torch.arange(start, start + count)[:, None], start + count, window)
+        hidden |= torch.arange(start + count) < first_key
         results.append(torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v))
         token += count
     return torch.cat(results).flatten(1)
@@ -130,7 +129,10 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.double().cpu(), expected.double().cpu(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 20), (torch.float32, Chunks(20))])
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    [(torch.float32, None), (torch.float16, 20), (torch.float32, Chunks(20)), (torch.float32, WholeRow())],
+)
 def test_rows_of_all_kinds_together(device: str, dtype: torch.dtype, window: Window) -> None:
     check(MIXED, LLAMA, device, dtype=dtype, window=window)
 
@@ -164,6 +166,13 @@ def test_keys_that_are_the_values_too(device: str) -> None:
 def test_chunks_of_prompts_in_windows(device: str, window: int) -> None:
     """In tiles of several loops, whose ends are masked and whose middle is not."""
     check([(100, 129), (0, 130)], Shape(1, 1, 16), device, dtype=torch.float16, window=window)
+
+
+@pytest.mark.parametrize(("fold", "queries"), [(4, 7), (8, 16), (5, 33), (1, 140)])
+def test_queries_of_a_block_see_each_other(device: str, fold: int, queries: int) -> None:
+    """In one tile a row, whose program writes the keys too, and in several."""
+    rows = [(100, queries), (0, queries), (63, max(1, queries - 3)), (9, 1)]
+    check(rows, Shape(fold, 1, 16), device, dtype=torch.float16, window=WholeRow())
 
 
 @pytest.mark.parametrize("start", [1, 63, 64, 200])

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import Chunks, Shape, Window, device_step
+from outrider.kernels.paged_attention import Chunks, Shape, WholeRow, Window, device_step
 from outrider.kernels.paged_attention import triton as kernels
 
 from .attention_backends import unrotated
@@ -18,7 +18,7 @@ def split_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "WHOLE_KEYS", 0)
 
 
-@pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None), (4, Chunks(600))])
+@pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None), (4, Chunks(600)), (4, WholeRow())])
 def test_split_keys(device: str, num_splits: int, window: Window, split_early: None) -> None:
     rows = [(1030, 1), (0, 1), (255, 2), (600, 5), (300, 70)]
     check(rows, Shape(2, 1, 16), device, num_splits=num_splits, window=window)
