@@ -156,7 +156,9 @@ class BlockHead:
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(self.config()))
         prefix = self.options.get("prefix", "")
-        save_file({prefix + name: t.clone().contiguous() for name, t in self.weights.items()}, path / "model.safetensors")
+        save_file(
+            {prefix + name: t.clone().contiguous() for name, t in self.weights.items()}, path / "model.safetensors"
+        )
         if self.mask_embedding is not None:
             torch.save({"mask_token_id": self.mask, "embedding": self.mask_embedding[None]}, path / "mask_embedding.pt")
         return path

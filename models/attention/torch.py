@@ -201,16 +201,18 @@ class TorchAttention(AttentionBackend):
         ]
         return LongRow((token, token + count), self._tensor(blocks), tiles)
 
-    def _tile(
-        self, queries: tuple[int, int], row: tuple[int, int], base: int, least: int, window: Window
-    ) -> QueryTile:
+    def _tile(self, queries: tuple[int, int], row: tuple[int, int], base: int, least: int, window: Window) -> QueryTile:
         """Tile of some `queries` of a row of positions [start, end), over keys gathered from position `base` on, of
         which no query sees the first `least`."""
         (begin, end), (start, row_end) = queries, row
         sees_row = isinstance(window, WholeRow)
         low = least if window is None else max(first_seen(start + begin, window) - base, least)
         high = (row_end if sees_row else start + end) - base
-        if not sees_row and high - low == end - begin and (window is None or first_seen(start + end - 1, window) <= start + begin):
+        if (
+            not sees_row
+            and high - low == end - begin
+            and (window is None or first_seen(start + end - 1, window) <= start + begin)
+        ):
             return QueryTile((begin, end), (low, high), None)
         positions = torch.arange(start + begin, start + end, device=self._spec.device)[:, None]
         keys = torch.arange(base + low, base + high, device=self._spec.device)

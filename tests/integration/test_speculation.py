@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
 
-METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"]
+METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark"]
 NAMES = [None, "a", "b", None, "a", "c"]
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 

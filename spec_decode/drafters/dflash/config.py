@@ -131,7 +131,9 @@ def read_dflash_config(raw: Mapping[str, Any], method: str, target: ModelConfig)
         raise refuse(f"draft_vocab_size is {draft_vocab_size}, the target's vocabulary {target.vocab_size}")
     mask = flat.get("mask_token_id")
     if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
-        raise refuse(f"mask_token_id of the drafter is {mask!r}, the target's vocabulary has {target.vocab_size} tokens")
+        raise refuse(
+            f"mask_token_id of the drafter is {mask!r}, the target's vocabulary has {target.vocab_size} tokens"
+        )
     config = DFlashConfig(
         layer=layer,
         target_hidden_size=size,

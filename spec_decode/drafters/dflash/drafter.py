@@ -214,7 +214,9 @@ class DFlashDrafter(Drafter):
         overshoot = None if outcome is None else outcome.total
         before: Tensor | None = None
         if self._head.markov is not None:
-            before = outcome.next_tokens if outcome is not None else _tensor([s.row.tokens[-1] for s in drafting], found[0])
+            before = (
+                outcome.next_tokens if outcome is not None else _tensor([s.row.tokens[-1] for s in drafting], found[0])
+            )
         self._draw(drafting, self._by_draft(drafting, rows, found[0]), before, overshoot)
         join_drafts(drafting)
 
