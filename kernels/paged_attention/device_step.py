@@ -19,7 +19,7 @@ from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup
 from .settle import BLOCK, advance_kernel, settle_kernel
 from .torch import LayerKV
 from .triton import Features, attention_constants, attention_kernel
-from .window_kinds import window_kind
+from .triton_windows import window_kind
 from .write import write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634

@@ -24,7 +24,7 @@ from .options import DEFAULT_OPTIONS, AttentionOptions
 from .schedule import MAX_WRITING, MIN_SPLIT_KEYS, TILE_FIELDS, WHOLE_KEYS, default_config, padded_dim
 from .settle import settle_cases
 from .splits import add_parts
-from .window_kinds import IN_ROW, first_in_window
+from .triton_windows import IN_ROW, first_in_window
 from .write import rotated, write_cases, write_rotated
 
 # Maximum before the first key: finite, so that a difference is never NaN.
@@ -329,8 +329,8 @@ def attention_constants(
 def _attention_case(
     name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, *, cache: str | None = None
 ) -> CompileCase:
-    """Case for Ampere alone or for Hopper and later, with a window, row, cap or sinks if in its `name`; `cache`: dtype of
-    the cache, if it differs."""
+    """Case for Ampere alone or for Hopper and later, with a window, row, cap or sinks if in its `name`; `cache`: dtype
+    of the cache, if it differs."""
     is_float32, is_split = dtype == "fp32", block_m <= 64
     config = default_config(block_m, shape.head_dim, 4 if is_float32 else 2, arch, not is_split)
     writes = block_m <= MAX_WRITING

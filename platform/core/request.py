@@ -32,8 +32,8 @@ class Drafts(NamedTuple):
         """The first `k` drafts."""
         if k >= len(self.token_ids):
             return self
-        parts = (None if part is None else part[:k] for part in (self.probs, self.survival))
-        return Drafts(self.token_ids[:k], *parts, self.forced)
+        probs, survival = (None if part is None else part[:k] for part in (self.probs, self.survival))
+        return Drafts(self.token_ids[:k], probs, survival, self.forced)
 
 
 NO_DRAFTS = Drafts([])

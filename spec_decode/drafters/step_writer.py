@@ -126,7 +126,9 @@ class StepWriter:
 
     def _uploaded(self, places: list[tuple[int, int]]) -> Places:
         slots, positions = np.array(places, dtype=np.int64).T
-        return Places(*upload(self._device, slots, positions), int(positions.max()) + 1)
+        end = int(positions.max()) + 1
+        there = upload(self._device, slots, positions)
+        return Places(there[0], there[1], end)
 
     def _write(self, states: Sequence[Tensor], rows: list[tuple[Any, int]], places: Places) -> Tensor:
         adapts = self._adapts and any(adapter is not None for adapter, _ in rows)

@@ -16,7 +16,6 @@ from outrider.kernels.paged_attention import (
     LayerKV,
     RowArrays,
     Shape,
-    WholeRow,
     Window,
     device_step,
     write_kv,
@@ -129,10 +128,7 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got.double().cpu(), expected.double().cpu(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "window"),
-    [(torch.float32, None), (torch.float16, 20), (torch.float32, Chunks(20)), (torch.float32, WholeRow())],
-)
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 20), (torch.float32, Chunks(20))])
 def test_rows_of_all_kinds_together(device: str, dtype: torch.dtype, window: Window) -> None:
     check(MIXED, LLAMA, device, dtype=dtype, window=window)
 
@@ -166,13 +162,6 @@ def test_keys_that_are_the_values_too(device: str) -> None:
 def test_chunks_of_prompts_in_windows(device: str, window: int) -> None:
     """In tiles of several loops, whose ends are masked and whose middle is not."""
     check([(100, 129), (0, 130)], Shape(1, 1, 16), device, dtype=torch.float16, window=window)
-
-
-@pytest.mark.parametrize(("fold", "queries"), [(4, 7), (8, 16), (5, 33), (1, 140)])
-def test_queries_of_a_block_see_each_other(device: str, fold: int, queries: int) -> None:
-    """In one tile a row, whose program writes the keys too, and in several."""
-    rows = [(100, queries), (0, queries), (63, max(1, queries - 3)), (9, 1)]
-    check(rows, Shape(fold, 1, 16), device, dtype=torch.float16, window=WholeRow())
 
 
 @pytest.mark.parametrize("start", [1, 63, 64, 200])

@@ -1,4 +1,5 @@
-"""Keys of a tile that several programs share, and short contexts that one program attends to."""
+"""Keys of a tile that several programs share, short contexts that one program attends to, and rows whose queries see
+each other."""
 
 import pytest
 import torch
@@ -22,6 +23,13 @@ def split_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_split_keys(device: str, num_splits: int, window: Window, split_early: None) -> None:
     rows = [(1030, 1), (0, 1), (255, 2), (600, 5), (300, 70)]
     check(rows, Shape(2, 1, 16), device, num_splits=num_splits, window=window)
+
+
+@pytest.mark.parametrize(("fold", "queries"), [(4, 7), (8, 16), (5, 33), (1, 140)])
+def test_queries_of_a_block_see_each_other(device: str, fold: int, queries: int) -> None:
+    """In one tile a row, whose program writes the keys too, and in several."""
+    rows = [(100, queries), (0, queries), (63, max(1, queries - 3)), (9, 1)]
+    check(rows, Shape(fold, 1, 16), device, dtype=torch.float16, window=WholeRow())
 
 
 @pytest.mark.parametrize("queries", [1, 9])

@@ -1,4 +1,4 @@
-"""DSpark's heads (arXiv 2607.05147): the bias of a draft's logits by the token before it, and the confidence in a draft.
+"""DSpark's heads (arXiv 2607.05147): a bias of a draft's logits by the token before it, and the confidence in a draft.
 
 With e = W1[token before], h the block's hidden state of the draft, r the rank:
 
