@@ -44,8 +44,11 @@ def _scores(
         # c · tanh(x / c), with c in units of log2(e) like x; exp2 of a large number is infinite, and the quotient 0.
         scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * (scale * 2.8853900817779268 / soft_cap)))
     if MASKED:
-        seen = (key[None, :] <= positions[:, None]) & (key >= first_key)[None, :]
-        if HAS_WINDOW:
+        if HAS_WINDOW == IN_ROW:
+            seen = ((key <= positions) & (key >= first_key))[None, :]
+        else:
+            seen = (key[None, :] <= positions[:, None]) & (key >= first_key)[None, :]
+        if HAS_WINDOW and HAS_WINDOW != IN_ROW:
             seen = seen & (key[None, :] >= first_in_window(positions, window, HAS_WINDOW)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     return scores
@@ -244,7 +247,7 @@ def attention_kernel(
     )  # fmt: skip
     seen_until = position + query
     if HAS_WINDOW == IN_ROW:
-        seen_until = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
+        seen_until = num_keys - 1  # of all queries
     acc, top, total = _attend(
         q_tile, keys, values, table, sinks + query_head, split, begin, end, whole_begin, whole_end, num_keys,
         scale, soft_cap, seen_until, first_key, window,
