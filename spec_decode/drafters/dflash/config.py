@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ....kernels.paged_attention import WholeRow, Window
 from ....models.batch import KVLayerSpec, kv_dtype
 from ....models.checkpoint.json_files import read_json
@@ -28,7 +30,10 @@ ARCHITECTURES = {
     "dflash": ("DFlashDraftModel", "DFlashSpeculator", DEEPSPEC),
     "dspark": (DEEPSPEC, "DSparkDraftModel", "DSparkSpeculator", "DFlashDraftModel"),
 }
+"""Method -> names in `architectures`. The layers are Qwen3's whatever the target."""
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+"""Values of `markov_head_type`; `markov` has their equations."""
+_KINDS = ("full_attention", "sliding_attention")
 _TRAITS = FAMILIES["Qwen3ForCausalLM"]
 _NOT_NEEDED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 """Tensors of public files that follow from others, or are the target's."""
@@ -119,6 +124,8 @@ def read_dflash_config(raw: Mapping[str, Any], method: str, target: ModelConfig)
         raise refuse(f"the drafter's vocabulary has {layer.vocab_size} tokens, the target's {target.vocab_size}")
     if target.embedding_size != target.hidden_size:
         raise refuse("the target's embeddings and hidden states have different sizes: DFlash drafters are not for it")
+    if (scale := getattr(target, "embedding_scale", 1.0)) != 1.0:
+        raise refuse(f"the target's embeddings are scaled by {scale}: DFlash drafters of such targets are not served")
     size = _integer(flat, "target_hidden_size", layer.hidden_size)
     if size != target.hidden_size:
         field = "target_hidden_size" if flat.get("target_hidden_size") is not None else "hidden_size"
@@ -169,7 +176,7 @@ def dflash_kv_bytes_per_token(path: Path, dtype_name: str, kv_cache_dtype: str =
         NotFoundError, InvalidRequestError, UnsupportedModelError: as for any model.
     """
     dtype = DTYPES[dtype_name]
-    layer = decoder_config(_flattened(read_json(path / "config.json")), "dflash", dtype, _TRAITS)
+    layer = _decoder(_flattened(read_json(path / "config.json")), dtype)
     return 2 * layer.num_layers * layer.num_kv_heads * layer.head_dim * kv_dtype(dtype, kv_cache_dtype).itemsize
 
 
@@ -205,9 +212,14 @@ def _check_kind(raw: Mapping[str, Any], flat: Mapping[str, Any], method: str) ->
             raise refuse(f"config.json: {name} {flat[name]!r} is not served; only {', '.join(map(repr, served))}")
 
 
-def _read_layers(flat: Mapping[str, Any], target: ModelConfig) -> DecoderConfig:
+def _decoder(flat: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
+    """The layers as those of a decoder without windows."""
     plain = {name: value for name, value in flat.items() if name not in ("layer_types", "sliding_window")}
-    layer = decoder_config({"vocab_size": target.vocab_size, **plain}, "dflash", target.dtype, _TRAITS)
+    return decoder_config(plain, "dflash", dtype, _TRAITS)
+
+
+def _read_layers(flat: Mapping[str, Any], target: ModelConfig) -> DecoderConfig:
+    layer = _decoder({"vocab_size": target.vocab_size, **flat}, target.dtype)
     if layer.rope.rotary_dim is not None or layer.rope.short_context is not None:
         raise refuse("config.json: rotations of a part of a head, and longrope, are not served for DFlash drafters")
     return dataclasses.replace(
@@ -218,8 +230,8 @@ def _read_layers(flat: Mapping[str, Any], target: ModelConfig) -> DecoderConfig:
 def _window(flat: Mapping[str, Any], index: int, num_layers: int) -> Window:
     """Window of a layer. Layers with a sliding window are causal unless the file says otherwise, others are not."""
     types = flat.get("layer_types") or ["full_attention"] * num_layers
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise refuse(f"config.json: layer_types must be a list of {num_layers} kinds, got {types!r}")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in _KINDS for kind in types):
+        raise refuse(f"config.json: layer_types must be a list of {num_layers} kinds of {_KINDS}, got {types!r}")
     listed = "sliding_attention" in types
     slides = types[index] == "sliding_attention" if listed else bool(flat.get("use_swa", False))
     causal = flat.get("is_causal", flat.get("causal"))

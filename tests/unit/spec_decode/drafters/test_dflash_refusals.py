@@ -1,5 +1,6 @@
 """DFlash and DSpark drafters that do not fit, or have options that are not served, are refused with both figures."""
 
+import dataclasses
 import json
 
 import pytest
@@ -64,6 +65,7 @@ def refused(target, load_head, tmp_path):
         ("dflash", {"inner": {"attention_sink_bias": True}}, ("attention_sink_bias True",)),
         ("dflash", {"layer_types": ["sliding_attention"] * 2}, ("sliding_window", "None")),
         ("dflash", {"layer_types": ["full_attention"]}, ("layer_types", "2 kinds")),
+        ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, ("linear_attention",)),
         (
             "dflash",
             {"inner": {"use_swa": True, "swa_window_size": 9, "causal": False}},
@@ -101,6 +103,12 @@ def test_tensors_that_do_not_fit(refused, method, tensors, words):
     message = refused(method, tensors=tensors)
     for word in words:
         assert word in message
+
+
+def test_a_target_with_scaled_embeddings(target, decoder):
+    scaled = dataclasses.replace(decoder.config, embedding_scale=5.5)
+    with pytest.raises(InvalidRequestError, match="scaled by 5"):
+        read_dflash_config(BlockHead(target).config(), "dflash", scaled)
 
 
 def test_more_drafts_than_a_block_makes(refused):
