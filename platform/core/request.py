@@ -27,13 +27,15 @@ class Drafts(NamedTuple):
     None: it has none. Reading it on the host may wait for the device."""
     forced: bool = False
     """True if a grammar allows no other tokens; they are verified whether or not a drafter is in use."""
+    drafter: int = 0
+    """Index of the drafter that made them, in `EngineStats.drafters`."""
 
     def truncated(self, k: int) -> Drafts:
         """The first `k` drafts."""
         if k >= len(self.token_ids):
             return self
         probs, survival = (None if part is None else part[:k] for part in (self.probs, self.survival))
-        return Drafts(self.token_ids[:k], probs, survival, self.forced)
+        return self._replace(token_ids=self.token_ids[:k], probs=probs, survival=survival)
 
 
 NO_DRAFTS = Drafts([])
