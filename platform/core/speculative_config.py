@@ -12,9 +12,11 @@ from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
 from .text import did_you_mean
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "oracle")
-MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark", "oracle")
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark")
 """Methods that load weights from `model`."""
+BLOCK_METHODS = ("dflash", "dspark")
+"""Methods that make all drafts of a step in one pass over a block."""
 IN_TARGET_METHODS = ("mtp",)
 """Methods that load weights from the target's checkpoint if no `model` is given."""
 RECORDED_METHODS = ("oracle",)
@@ -95,7 +97,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Least and largest values; fields with integers here take integers alone."""
 _WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
 """Methods that vLLM accepts as `model` too."""
-_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
+_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8, **dict.fromkeys(BLOCK_METHODS, 15)}
 _ADAPTIVE_LOOKUP_DRAFTS = 16
 """Most drafts a step of adaptive prompt lookup. The policy chooses as many as are worth their time: on SmolLM2-135M
 repetitive text at batch 1 gained 4.99 over no drafts with at most 16 and 2.69 with at most 3; a step with 6 drafts took
@@ -193,8 +195,8 @@ def _usual_name(method: Any) -> Any:
 def _method_of(model: object) -> str:
     """The method of a draft whose config has none, by the name of the model, as in vLLM."""
     name = str(model).rstrip("/").rpartition("/")[2].lower()
-    parallel = (("peagle", "eagle3"), ("p-eagle", "eagle3"))
-    for part, method in (*parallel, ("eagle3", "eagle3"), ("eagle-", "eagle"), ("medusa", "medusa")):
+    same = ((name, name) for name in ("eagle3", "dflash", "dspark", "medusa"))
+    for part, method in (("peagle", "eagle3"), ("p-eagle", "eagle3"), *same, ("eagle-", "eagle")):
         if part in name:
             return method
     return "draft_model"

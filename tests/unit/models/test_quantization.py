@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_files_of_the_library_itself(bits: int, symmetric: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("order", [("group_0", "group_1", "group_2"), ("group_2", "group_1", "group_0")])
-def test_of_overlapping_groups_the_nearest_target_counts(order: tuple[str, ...]) -> None:
+def test_the_nearest_target_of_overlapping_groups_counts(order: tuple[str, ...]) -> None:
     """A module's name, then an expression, then its class, in whatever order the groups stand."""
     config = CASES["ct-w8a8"].config
     plain = config["config_groups"]["group_0"]
@@ -212,6 +213,22 @@ def test_float8_inputs_as_the_config_says(
         assert read().float8_scale == 0.0, "a scale for each token"
 
 
+@pytest.mark.parametrize(("bound", "expected"), [(None, math.inf), (1200.0, 1200.0), (7, 7.0)])
+def test_the_bound_of_float8_inputs(bound: float | None, expected: float) -> None:
+    form = read_format({"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": bound}})
+    parts = {"weight": torch.ones(2, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(2, 1)}
+    parts["input_scale_ub"] = torch.tensor([3.0])  # some files repeat the number, which is the config's
+    stored = {f"fc.{name}": StoredTensor(tuple(part.shape), part.clone) for name, part in parts.items()}
+    weight: Any = unpack(stored, form, lambda name: True, "model")["fc.weight"].read()
+    assert (weight.float8_scale, weight.float8_bound) == (0.0, expected)
+
+
+@pytest.mark.parametrize("bound", [0, -1.0, True, "1200", math.inf, math.nan, [1.0]])
+def test_a_bound_that_is_none_is_refused(bound: object) -> None:
+    with pytest.raises(UnsupportedModelError, match="activation_scale_ub"):
+        read_format({"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": bound}})
+
+
 def test_facts_name_the_format(make: Callable) -> None:
     assert read_facts(make("gptq-act")).quantization == "gptq"
     assert read_facts(make("gptq-act") / "dense").quantization is None
@@ -294,7 +311,7 @@ def test_a_zero_point_whose_product_with_the_scale_is_not_finite_is_refused(make
         load_model(tmp_path, "float32")
 
 
-def test_scales_of_a_cache_beside_packed_weights_are_read(make: Callable, tmp_path: Path) -> None:
+def test_cache_scales_with_packed_weights_are_read(make: Callable, tmp_path: Path) -> None:
     source = make("fp8")
     tensors = load_file(source / "model.safetensors")
     tensors |= {f"model.layers.0.self_attn.{name}": torch.tensor(0.5) for name in ("k_scale", "v_proj.v_scale")}

@@ -30,7 +30,7 @@ def test_load_tokenizer(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demos_is_the_one_that_transformers_would_choose_and_needs_no_torch() -> None:
+def test_the_demos_tokenizer_matches_transformers_without_torch() -> None:
     code = (
         "import sys; from outrider.models.demo import demo_model_path; "
         "from outrider.models.checkpoint.tokenizer import *; "
@@ -49,7 +49,7 @@ def test_the_demos_is_the_one_that_transformers_would_choose_and_needs_no_torch(
     ("file", "change"),
     [("config.json", {"model_type": "phi3"}), ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})],
 )
-def test_what_transformers_knows_better_is_left_to_it(tmp_path: Path, monkeypatch, file, change) -> None:
+def test_special_tokenizers_are_left_to_transformers(tmp_path: Path, monkeypatch, file, change) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
     (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | change))
@@ -128,6 +128,17 @@ def test_lone_tiktoken_file(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode(TEXT, add_special_tokens=False) != ids, "the file has changed"
 
 
+def test_a_tokenizer_with_code_of_its_own_is_warned_of(tmp_path: Path, caplog) -> None:
+    """Kimi's checkpoints: the code is not run."""
+    write_tiktoken(tmp_path / "tiktoken.model")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_linear"}))
+    code = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": code}))
+    (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit")
+    assert load_tokenizer(tmp_path).encode("hello", add_special_tokens=False) == [259]
+    assert "brings code for its tokenizer" in caplog.text
+
+
 @pytest.fixture
 def tekken(tmp_path: Path) -> Path:
     """A folder with Mistral's own file alone."""
@@ -151,7 +162,7 @@ def test_tekken_without_its_package(tekken: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("outrider.models.checkpoint.tokenizer.find_spec", lambda name: None)
     load_tokenizer(tekken)
     assert "outrider[mistral]" in caplog.text
-    monkeypatch.setitem(sys.modules, "transformers.integrations.mistral", None)  # as where it cannot be imported
+    monkeypatch.setitem(sys.modules, "transformers.integrations.mistral", None)  # as if it cannot be imported
     with pytest.raises(InvalidRequestError, match=r"mistral-common.*outrider\[mistral\]"):
         load_tokenizer(tekken)
 
