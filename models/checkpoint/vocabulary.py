@@ -58,7 +58,7 @@ def translation(one: Path, other: Path, sizes: tuple[int, int]) -> Translation |
         theirs.setdefault(text, token)
     if not first or not theirs:
         return None
-    stand_ins, common = [min(second)] * sizes[0], {}
+    stand_ins, common = [min(second)] * sizes[0], dict[bytes, int]()
     for token, text in sorted(first.items()):
         ends = (text[start:] for start in range(len(text)))
         stand_ins[token] = next((theirs[end] for end in ends if end in theirs), stand_ins[token])

@@ -39,9 +39,9 @@ class ParallelEagleDrafter(EagleDrafter):
 
     def __init__(self, head: EagleHead, **options: Unpack[TokenDrafterOptions]) -> None:
         """See `EagleDrafter`."""
-        graphs = options.get("graphs")
-        super().__init__(head, **{**options, "graphs": None})  # there is no chain of passes
-        self._parallel, self._graphs_of_passes = head, graphs
+        self._parallel, self._graphs_of_passes = head, options.get("graphs")
+        options["graphs"] = None  # there is no chain of passes
+        super().__init__(head, **options)
         self._graphed: GraphedPass | None = None
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
