@@ -8,7 +8,6 @@ import gc
 import json
 import sys
 import time
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,7 +18,7 @@ from ...spec_decode.training.run_folder import GENERATED, GENERATED_EVAL, check_
 from ..core.errors import InvalidRequestError, OutriderError
 from ..core.progress import EVERY, Progress, duration
 from .adapter_rank import largest_rank
-from .options.field_flags import add_field_flag, given_fields
+from .options.field_flags import add_flags, given_fields
 
 if TYPE_CHECKING:
     from ...spec_decode.training.data import Reader, Sample
@@ -55,14 +54,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="where the weights, the log and the checkpoint go"
     )
-    groups: dict[str, Any] = {}
-    hints = typing.get_type_hints(TrainOptions)
-    for field in dataclasses.fields(TrainOptions):
-        if not field.metadata:
-            continue
-        title = field.metadata["group"]
-        groups.setdefault(title, parser.add_argument_group(title))
-        add_field_flag(groups[title], field, hints[field.name], field.metadata["help"], field.metadata.get("choices"))
+    add_flags(parser, TrainOptions)
     parser.set_defaults(run=run)
 
 

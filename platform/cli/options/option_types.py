@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequestError
-from ...core.sizes import parse_bytes, parse_count, parse_length
+from ...core.sizes import parse_bytes, parse_count
 
 T = TypeVar("T")
 
@@ -85,7 +85,9 @@ def not_empty(text: str) -> str:
     return text
 
 
-def _sized(parse: Callable[[str, str], T]) -> Callable[[str], T]:
+def with_units(parse: Callable[[str, str], T]) -> Callable[[str], T]:
+    """Type of values that `parse`, a function of an option's name and its text, reads."""
+
     def parse_text(text: str) -> T:
         try:
             return parse("it", text)
@@ -95,17 +97,7 @@ def _sized(parse: Callable[[str, str], T]) -> Callable[[str], T]:
     return parse_text
 
 
-count = _sized(parse_count)
+count = with_units(parse_count)
 """An integer, also with a unit, such as 4k."""
-length = _sized(parse_length)
-"""As `count`, or "auto" or -1, which are None."""
-size = _sized(parse_bytes)
+size = with_units(parse_bytes)
 """A number of bytes, such as 4GiB."""
-
-
-def memory(text: str) -> int:
-    """As `count` or `size`."""
-    try:
-        return count(text)
-    except argparse.ArgumentTypeError:
-        return size(text)

@@ -62,7 +62,7 @@ class _Append(argparse.Action):
 
 # group -> option -> arguments for argparse. The default is that of the field of the same name in `ServerConfig`.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "server": {
+    "Server": {
         "host": _option("address to listen on"),
         "port": _option("port; 0 chooses a free one", "N", type=integer(0, 65535)),
         "api_key": _repeated(
@@ -110,7 +110,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "trust_request_chat_template": _switch("accept chat_template in requests: templates can loop"),
         "shutdown_timeout": _option("seconds that running requests get after SIGTERM", "X", type=not_negative),
     },
-    "tenants": {
+    "Tenants": {
         "database": _option(
             "where tenants, their keys and limits, and the ledger of usage are: sqlite:///outrider.db or "
             "postgresql://user@host/name; `outrider admin` fills it "
@@ -131,7 +131,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "limits hold for all servers of the database that have this option; without it each server counts alone"
         ),
     },
-    "robustness": {
+    "Robustness": {
         "max_connections": _option("open connections; more are answered with 503", "N", type=positive),
         "client_timeout": _option(
             "seconds that a client gets to send its request, or to take something of its answer",
@@ -155,7 +155,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             type=not_negative,
         ),
     },
-    "files and batches": {
+    "Files and batches": {
         "batch_dir": _option(
             "folder for the files that clients upload and the batches that they make, with their prompts and answers "
             "in plain text; several servers may share one (default: none, /v1/files and /v1/batches are off)",
@@ -173,7 +173,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "max_tenant_files": _option("files of a tenant, those with the answers of batches too", "N", type=positive),
         "max_tenant_batches": _option("batches of a tenant that have not ended", "N", type=positive),
     },
-    "observability": {
+    "Observability": {
         "log_level": _option("of the log", choices=("debug", "info", "warning", "error")),
         "log_format": _option(
             "lines for people, or one JSON object a line, of both processes, on standard error", choices=FORMATS
@@ -203,7 +203,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "URL",
         ),
     },
-    "adapters: where they come from, and what may be loaded over HTTP": {
+    "Adapters: where they come from, and what may be loaded over HTTP": {
         "lora_modules": _repeated(
             'adapters to serve, as name=path or {"name": ..., "path": ..., "draft_path": ...}, where draft_path, the '
             "folder of draft weights, may be left out (default: draft/ in path); a path may also be a hub id, org/name "
@@ -250,7 +250,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "plug-in that finds adapters by name or source; may be repeated; implies --enable-lora", "MODULE:FACTORY"
         ),
     },
-    "kernels": {
+    "Kernels": {
         "kernel_configs": _option(
             "file of `tools/tune`, or a folder of them, for the GPU kernels "
             f"(default: the variable {VARIABLE}, else those that come with Outrider)",
