@@ -56,6 +56,13 @@ class Option:
         return plain
 
     @property
+    def help(self) -> str:
+        """The text with the methods to which the option applies, and with its default."""
+        methods = f"; only for {', '.join(self.methods)}" if self.methods else ""
+        is_plain = "(default" not in self.text and self.default is not None
+        return self.text + methods + (f" (default: {self.default})" if is_plain else "")
+
+    @property
     def bounds(self) -> tuple[float, float] | None:
         """Least and largest value; None if it is no number."""
         if self.kind not in (int, float):

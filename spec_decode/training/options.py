@@ -71,15 +71,15 @@ class TrainOptions:
     eval_every: int = _option(200, "steps between measurements", "Training")
     save_minutes: float = _option(3.0, "minutes between checkpoints; Ctrl-C and SIGTERM write one too", "Training")
     feature_cache: float = _option(
-        2.0, "GiB of memory in which the target's states are kept for the next epoch", "training"
+        2.0, "GiB of memory in which the target's states are kept for the next epoch", "Training"
     )
     k: int = _option(4, "drafts a round when acceptance is measured", "Training", within=(1, 32))
     resume: bool = _option(False, "go on from the checkpoint in the output folder", "Output")
     overwrite: bool = _option(
-        False, "delete an earlier run in the output folder; completions that would be the same are kept", "output"
+        False, "delete an earlier run in the output folder; completions that would be the same are kept", "Output"
     )
     base_name: str | None = _option(
-        None, "what the files name as their base (default: as on the command line)", "output"
+        None, "what the files name as their base (default: as on the command line)", "Output"
     )
     progress: bool = _option(True, "show a progress bar", "Output")
     unroll: int | None = _option(
@@ -90,23 +90,23 @@ class TrainOptions:
         within=(1, 32),
     )
     hidden_size: int | None = _option(
-        None, "eagle3: hidden size of the head (default: the target's)", "Heads", methods=("eagle3",)
+        None, "hidden size of the head (default: the target's)", "Heads", methods=("eagle3",)
     )
     intermediate_size: int | None = _option(None, "of the head's MLP (default: the target's)", "Heads", methods=_EAGLE)
     num_heads: int | None = _option(None, "attention heads (default: the target's)", "Heads", methods=_EAGLE)
     num_kv_heads: int | None = _option(None, "KV heads (default: the target's)", "Heads", methods=_EAGLE)
     head_dim: int | None = _option(None, "size of an attention head (default: the target's)", "Heads", methods=_EAGLE)
     aux_layers: tuple[int, ...] | None = _option(
-        None, "eagle3: three target layers whose inputs are read, as 2,16,29", "Heads", methods=("eagle3",)
+        None, "three target layers whose inputs are read, as 2,16,29", "Heads", methods=("eagle3",)
     )
     draft_vocab_size: int | None = _option(
         None,
-        "eagle3: the head knows only the most frequent tokens (default: 8192 to 32768 of a large vocabulary)",
+        "the head knows only the most frequent tokens (default: 8192 to 32768 of a large vocabulary)",
         "Heads",
         methods=("eagle3",),
     )
-    own_embeddings: bool = _option(False, "eagle3: the head trains embeddings of its own", "Heads", methods=("eagle3",))
-    own_lm_head: bool = _option(False, "eagle3: the head trains an lm_head of its own", "Heads", methods=("eagle3",))
+    own_embeddings: bool = _option(False, "the head trains embeddings of its own", "Heads", methods=("eagle3",))
+    own_lm_head: bool = _option(False, "the head trains an lm_head of its own", "Heads", methods=("eagle3",))
     medusa_heads: int = _option(4, "Medusa heads", "Heads", methods=("medusa",), within=(1, 32))
     medusa_layers: int = _option(1, "residual layers of each Medusa head", "Heads", methods=("medusa",), within=(1, 16))
 

@@ -39,10 +39,8 @@ def add_flags(
 
 
 def _add_flag(group: argparse._ArgumentGroup, option: Option, spellings: Collection[str]) -> None:
-    text, kind = option.text.replace("%", "%%"), option.kind
-    if "(default" not in text and option.default is not None:
-        text = f"{text} (default: {option.default})"
-    common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text}
+    kind = option.kind
+    common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": option.help.replace("%", "%%")}
     if kind is bool:
         group.add_argument(flag(option.name), action=argparse.BooleanOptionalAction, **common)
     elif option.choices is not None:
