@@ -283,7 +283,7 @@ class Catalog:
 
     # --- versions for requests ---
 
-    def version_of(self, lora: LoRA) -> AdapterVersion:
+    def bind_version(self, lora: LoRA) -> AdapterVersion:
         """Return the version for a new request, and register its names on first use.
 
         A registered content stays even if its files change: when read again, they are refused. A request that names

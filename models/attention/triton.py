@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...kernels.paged_attention import RowArrays
 from ...kernels.paged_attention.device_step import DeviceStep
-from ...kernels.paged_attention.schedule import Capacity, Planner, gpu_of, is_supported
+from ...kernels.paged_attention.schedule import Capacity, Planner, describe_gpu, is_supported
 from ...kernels.tuning import configs_of
 from ..batch import SequenceRows
 from . import AttentionBackend, AttentionSpec
@@ -28,7 +28,7 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec, num_splits: int | None = None) -> None:
         """Prepare launches; `num_splits` programs share a tile's keys, a power of two; None: chosen for the device."""
         self._spec = spec
-        gpu = gpu_of(spec.device)
+        gpu = describe_gpu(spec.device)
         configs = configs_of(spec.device)
         self._planner = Planner(spec.shape, spec.dtype.itemsize, gpu, num_splits, configs, spec.options, self.invariant)
 

@@ -104,7 +104,7 @@ class GgufTensors:
     def find(self, name: str) -> StoredTensor | None:
         """The tensor that a checkpoint calls `name`; None: the file has none."""
         expert = _EXPERT.search(name)
-        stored = self._name_of(_EXPERT.sub(".experts.", name))
+        stored = self._name_in_file(_EXPERT.sub(".experts.", name))
         if stored in self._tensors:
             whole = self._whole(stored)
             return _stored(whole if expert is None else whole.of_expert(int(expert[1])))
@@ -116,7 +116,7 @@ class GgufTensors:
             return _joined(halves, lambda keys, values: (keys[0] * (keys[2] + values[1]), keys[1]), _heads)
         return self._of_merged(stored)
 
-    def _name_of(self, name: str) -> str:
+    def _name_in_file(self, name: str) -> str:
         """Name in the file; that of a tensor without a suffix gets one."""
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         name = name.replace(".expert_bias", ".expert_bias.bias")

@@ -86,13 +86,13 @@ def run_with(namespace: argparse.Namespace, work: Callable[[EngineArgs, ServerCo
     try:
         return work(args, config)
     except OutriderError as error:
-        option = _option_of(error, args)
+        option = _find_option(error, args)
         if option is None:
             raise
         raise OutriderError(f"argument {flag(option)}: {error.message}", param=error.param) from error
 
 
-def _option_of(error: OutriderError, args: EngineArgs) -> str | None:
+def _find_option(error: OutriderError, args: EngineArgs) -> str | None:
     """The option that caused an error at the start of the engine, if any."""
     param = (error.param or "").partition(".")[0].partition("[")[0]
     if param == "model":  # other folders are read by the same functions

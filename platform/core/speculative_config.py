@@ -130,7 +130,7 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     if unknown:
         hint = did_you_mean(str(unknown[0]), SPECULATIVE_OPTIONS)
         raise _wrong(f"unknown field {unknown[0]!r}{hint}; known are {', '.join(sorted(SPECULATIVE_OPTIONS))}")
-    method = given.get("method", _method_of(given["model"]) if "model" in given else None)
+    method = given.get("method", _guess_method(given["model"]) if "model" in given else None)
     method = _usual_name(method)
     if method in ("off", "none"):
         return None
@@ -172,7 +172,7 @@ def _usual_name(method: Any) -> Any:
     return "ngram" if method == "[ngram]" else method
 
 
-def _method_of(model: object) -> str:
+def _guess_method(model: object) -> str:
     """The method of a draft whose config has none, by the name of the model, as in vLLM."""
     name = str(model).rstrip("/").rpartition("/")[2].lower()
     for part, method in (("eagle3", "eagle3"), ("eagle-", "eagle"), ("medusa", "medusa")):

@@ -14,7 +14,7 @@ from ...core.errors import OutriderError
 from ...core.outputs import CompletionOutput, Logprob, RequestOutput
 from ...core.tasks import cancel
 from ..body.lenient import ignore
-from ..observe.generations import Generation, speculation_of
+from ..observe.generations import Generation, sum_speculation
 from ..observe.request_log import MAX_IGNORED_NAME, current_log
 from ..protect.accounting import accounted
 from ..serving_state import Serving
@@ -84,7 +84,7 @@ def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
     generation = job.generations[index]
     recorder = serving.metrics.recorder(generation, job.principal.tenant)
-    outputs = _outputs_of(serving, job, index)
+    outputs = _prompt_outputs(serving, job, index)
     in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
     if len(job.prompts) == 1:
         in_engine = serving.queue.enter_engine(job.params.n)
@@ -107,7 +107,7 @@ async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerato
             raise
 
 
-def _outputs_of(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
+def _prompt_outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
     """Outputs of a prompt, each with what is new."""
     if job.beam is not None:
         return beam_outputs(serving, job, index)
@@ -162,7 +162,7 @@ def usage_of(job: Job) -> dict[str, Any]:
 
 def metrics_of(job: Job) -> dict[str, Any]:
     """Ours: counts of speculation, complete once the job has finished."""
-    counts = speculation_of(job.generations)
+    counts = sum_speculation(job.generations)
     return {
         "speculative_decoding": {
             "num_drafts": counts.num_drafts,
