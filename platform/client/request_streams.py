@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.errors import EngineDeadError, OutriderError, ShuttingDownError
+from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
@@ -73,7 +74,7 @@ class RequestStreams:
         tokenizer, eos_token_ids = await asyncio.to_thread(load_text_side, self._args, info)
         self._defaults.read_model(info.model)
         self.pacer.shares_cores = info.device == "cpu"
-        known = ChainMap(self.adapters.requests, demo_lora_requests(self._args))
+        known = ChainMap(cast(dict[str, LoRARequest], self.adapters.requests), demo_lora_requests(self._args))
         input_processor = InputProcessor(tokenizer, info, eos_token_ids)
         requests = RequestMaker(input_processor, lambda: known, self._sources, self._defaults, self.adapters.requests)
         self._text_side = TextSide(requests, OutputProcessor())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...lora.registry.catalog import AdapterStats
+from ...lora.registry.adapter_stats import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.messages import AdapterInfo
 from ..core.model_limits import check_params_tokens, check_token_ids

@@ -11,7 +11,7 @@ from typing import Any
 from ...client.prepared import Prepared
 from ...client.prompts import has_new_constraint
 from ...core.errors import OutriderError
-from ...core.outputs import CompletionOutput, Logprob, RequestOutput
+from ...core.outputs import CompletionOutput, Logprob
 from ...core.tasks import cancel
 from ..body.lenient import ignore
 from ..observe.generations import Generation, sum_speculation
@@ -84,7 +84,10 @@ def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
     generation = job.generations[index]
     recorder = serving.metrics.recorder(generation, job.principal.tenant)
-    outputs = _prompt_outputs(serving, job, index)
+    if job.beam is not None:
+        outputs = beam_outputs(serving, job, index)
+    else:
+        outputs = serving.llm.run(job.prepared[index], delta=True)
     in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
     if len(job.prompts) == 1:
         in_engine = serving.queue.enter_engine(job.params.n)
@@ -105,13 +108,6 @@ async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerato
                 generation.failure = "abort"
                 recorder.on_end(generation.failure)
             raise
-
-
-def _prompt_outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
-    """Outputs of a prompt, each with what is new."""
-    if job.beam is not None:
-        return beam_outputs(serving, job, index)
-    return serving.llm.run(job.prepared[index], delta=True)
 
 
 async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
