@@ -51,7 +51,7 @@ class Option:
         if isinstance(hint, types.UnionType):
             hints = [arg for arg in typing.get_args(hint) if arg is not type(None)]
             hint = str if str in hints else hints[0]
-        plain = typing.get_origin(hint) or hint
+        plain = str if self.choices is not None else typing.get_origin(hint) or hint
         assert isinstance(plain, type), hint
         return plain
 
