@@ -33,8 +33,8 @@ def values(option: Option) -> str:
     low, high = option.bounds
     kind, least = "integer" if option.kind is int else "number", "above" if option.low_open else "from"
     if high > BOUNDLESS:
-        return kind if low < -BOUNDLESS else f"{kind} {least} {low:g}"
-    return f"{kind} {least} {low:g} to {high:,.10g}"
+        return kind if low < -BOUNDLESS else f"{kind} {least} {low:,.10g}"
+    return f"{kind} {least} {low:,.10g} to {high:,.10g}"
 
 
 def tables(options: Collection[Option]) -> list[str]:

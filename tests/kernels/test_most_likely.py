@@ -85,7 +85,7 @@ def test_fast_path_equals_the_general_path(data: st.DataObject) -> None:
     rows = rows_of(drafts, **edits)
     short = Sampler()(logits.clone(), rows)
     for row in rows:
-        row.request.is_plain = False
+        row.request.sampling = dataclasses.replace(row.request.sampling, is_plain=False)
     assert short == Sampler()(logits.clone(), rows)
 
 
