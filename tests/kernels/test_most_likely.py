@@ -1,5 +1,6 @@
 """The greedy choice of the C++ kernel, of the torch path, and through the sampler's short way."""
 
+import dataclasses
 import math
 from typing import Any
 
