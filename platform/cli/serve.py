@@ -34,7 +34,6 @@ examples:
 
 vLLM's names of options are accepted too if they mean the same, and underscores for dashes.
 """
-_DECLARED = declared_options(ServerConfig)
 
 
 def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -189,9 +188,8 @@ def _check_installed(config: ServerConfig) -> None:
 
 def _server_config(namespace: argparse.Namespace, names: ModelNames, modules: Mapping[str, LoraModule]) -> ServerConfig:
     """The options of the server: fields of `ServerConfig`, and those of the table in `server_options`."""
-    given = ServerConfig(**{name: getattr(namespace, name) for name in _DECLARED if hasattr(namespace, name)})
-    for name, option in _DECLARED.items():
-        option.check(getattr(given, name))
+    declared = declared_options(ServerConfig)
+    given = ServerConfig(**{name: getattr(namespace, name) for name in declared if hasattr(namespace, name)})
     _check_installed(given)
     database = given_database(namespace)
     if database is not None and namespace.api_key:

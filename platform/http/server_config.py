@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from .openai.tools.formats import REASONING_FORMATS
 
 SERVER, TENANTS, ROBUSTNESS = "Server", "Tenants", "Robustness"
 FILES, LOGS = "Files and batches", "Observability"
-FINITE = (0.0, sys.float_info.max)
+SECONDS = (0.0, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +83,14 @@ class ServerConfig:
         group=SERVER,
     )
     shutdown_timeout: float = option(
-        30.0, "seconds that running requests get after SIGTERM", group=SERVER, within=FINITE
+        30.0, "seconds that running requests get after SIGTERM", group=SERVER, within=SECONDS
     )
     engine_hang_timeout: float = option(
         120.0,
         "seconds without a sign of life after which the engine is ended and started again; 0: never. It must be longer "
         "than any step takes",
         group=ROBUSTNESS,
-        within=FINITE,
+        within=SECONDS,
     )
     max_connections: int = option(
         2048, "open connections; more are answered with 503, except probes of health", group=ROBUSTNESS
@@ -100,7 +99,7 @@ class ServerConfig:
         60.0,
         "seconds that a client gets to send its request, or to take something of its answer",
         group=ROBUSTNESS,
-        within=FINITE,
+        within=SECONDS,
         low_open=True,
     )
     max_body_bytes: int = option(8 << 20, "longest request body; a longer one is answered with 413", group=ROBUSTNESS)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ...core.errors import InvalidRequestError
 from ...core.option import Option, declared_options
 from .option_types import count, json_object, list_of, with_units
 
@@ -21,12 +22,14 @@ def add_flags(
     owner: type,
     leave_out: Collection[str] = (),
     spellings: Mapping[str, Collection[str]] | None = None,
+    checked: bool = False,
 ) -> dict[str, argparse._ArgumentGroup]:
     """Add the flags of a dataclass in groups, which are returned by title. A namespace has those that are given: the
     default is the field's.
 
     Args:
         spellings: option -> further choices.
+        checked: refuse wrong values while arguments are parsed, if nothing checks them later.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for name, option in declared_options(owner).items():
@@ -34,11 +37,11 @@ def add_flags(
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        _add_flag(groups[option.group], option, (spellings or {}).get(name, ()))
+        _add_flag(groups[option.group], option, (spellings or {}).get(name, ()), checked=checked)
     return groups
 
 
-def _add_flag(group: argparse._ArgumentGroup, option: Option, spellings: Collection[str]) -> None:
+def _add_flag(group: argparse._ArgumentGroup, option: Option, spellings: Collection[str], *, checked: bool) -> None:
     kind = option.kind
     common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": option.help.replace("%", "%%")}
     if kind is bool:
@@ -50,7 +53,25 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option, spellings: Collect
         if option.parse is not None and kind is int:
             parsers[int] = with_units(option.parse)
         metavar = {int: "N", float: "X", dict: "JSON", tuple: "N,N"}.get(kind, option.name.rpartition("_")[2].upper())
-        group.add_argument(flag(option.name), type=parsers.get(kind, kind), metavar=metavar, **common)
+        parse = parsers.get(kind, kind)
+        parse = _checked(option, parse) if checked else parse
+        group.add_argument(flag(option.name), type=parse, metavar=metavar, **common)
+
+
+def _checked(option: Option, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Type that `parse` reads and that is a value of the option."""
+
+    def read(text: str) -> Any:
+        try:
+            value = parse(text)
+            option.check(value)
+        except InvalidRequestError as error:
+            raise argparse.ArgumentTypeError(error.message.removeprefix(f"{option.name} ")) from None
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        return value
+
+    return read
 
 
 def integers(text: str) -> tuple[int, ...]:

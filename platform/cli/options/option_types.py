@@ -92,7 +92,7 @@ def with_units(parse: Callable[[str, str], T]) -> Callable[[str], T]:
         try:
             return parse("it", text)
         except InvalidRequestError as error:
-            raise argparse.ArgumentTypeError(error.message) from None
+            raise argparse.ArgumentTypeError(error.message.removeprefix("it ")) from None
 
     return parse_text
 

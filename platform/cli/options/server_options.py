@@ -172,7 +172,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `ServerConfig`, which a namespace has only if they are given, and those of the table."""
-    groups = add_flags(parser, ServerConfig)
+    groups = add_flags(parser, ServerConfig, checked=True)
     for title, options in OPTIONS.items():
         group = groups.get(title) or parser.add_argument_group(title)
         for name, option in options.items():
