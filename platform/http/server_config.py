@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..client.adapters.sources import SourceOptions
@@ -13,8 +14,11 @@ from ..core.sizes import parse_bytes
 from .openai.tools.formats import FORMATS as TOOL_FORMATS
 from .openai.tools.formats import REASONING_FORMATS
 
-SERVER, TENANTS, ROBUSTNESS = "Server", "Tenants", "Robustness"
-FILES, LOGS = "Files and batches", "Observability"
+_server = partial(option, group="Server")
+_tenants = partial(option, group="Tenants")
+_robustness = partial(option, group="Robustness")
+_files = partial(option, group="Files and batches")
+_logs = partial(option, group="Observability")
 SECONDS = (0.0, 1e9)
 
 
@@ -22,30 +26,26 @@ SECONDS = (0.0, 1e9)
 class ServerConfig:
     """Options of the HTTP server."""
 
-    host: str = option("127.0.0.1", "address to listen on", group=SERVER)
-    port: int = option(8000, "port; 0 chooses a free one", group=SERVER, within=(0, 65535))
+    host: str = _server("127.0.0.1", "address to listen on")
+    port: int = _server(8000, "port; 0 chooses a free one", within=(0, 65535))
     api_keys: tuple[str, ...] = ()
     """None given: everything is open."""
     admin_api_keys: tuple[str, ...] = ()
     """Keys that alone may load, unload and pin adapters; each is also an API key. None given: every client may."""
     database: str | None = field(default=None, repr=False)  # there may be a password in it
     """Address of the database of tenants and keys; None: there are no tenants."""
-    journal: str | None = option(
+    journal: str | None = _tenants(
         None,
         "folder for the usage that the database does not have yet, one a server "
         "(default: next to a SQLite database, else below ~/.local/state/outrider/ledger)",
-        group=TENANTS,
     )
-    journal_max_bytes: int = option(
+    journal_max_bytes: int = _tenants(
         64 << 20,
         "disk that the journal may take while the database is away; then new requests are answered with 503",
-        group=TENANTS,
         within=(1 << 20, 1 << 40),
     )
-    shared_limits: bool = option(
-        False,
-        "limits hold for all servers of the database that have this option; without it each server counts alone",
-        group=TENANTS,
+    shared_limits: bool = _tenants(
+        False, "limits hold for all servers of the database that have this option; without it each server counts alone"
     )
     served_model_names: tuple[str, ...] = ("outrider-demo",)
     """Names that select the base model; the first one is shown in answers to requests that name none."""
@@ -65,105 +65,83 @@ class ServerConfig:
     """Takes the place of the tokenizer's own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of chat templates that requests leave out."""
-    tool_call_parser: str | None = option(
+    tool_call_parser: str | None = _server(
         None,
         "format in which the model calls tools (default: that of its tokenizer, else a guess from the chat template)",
-        group=SERVER,
         choices=tuple(TOOL_FORMATS),
     )
-    reasoning_parser: str | None = option(
+    reasoning_parser: str | None = _server(
         None,
         "format of the model's reasoning, which then is not in the content (default: none)",
-        group=SERVER,
         choices=tuple(REASONING_FORMATS),
     )
-    trust_request_chat_template: bool = option(
+    trust_request_chat_template: bool = _server(
         False,
         "accept chat_template in requests: a template is a program, and one with nested loops can stall the server",
-        group=SERVER,
     )
-    shutdown_timeout: float = option(
-        30.0, "seconds that running requests get after SIGTERM", group=SERVER, within=SECONDS
-    )
-    engine_hang_timeout: float = option(
+    shutdown_timeout: float = _server(30.0, "seconds that running requests get after SIGTERM", within=SECONDS)
+    engine_hang_timeout: float = _robustness(
         120.0,
         "seconds without a sign of life after which the engine is ended and started again; 0: never. It must be longer "
         "than any step takes",
-        group=ROBUSTNESS,
         within=SECONDS,
     )
-    max_connections: int = option(
-        2048, "open connections; more are answered with 503, except probes of health", group=ROBUSTNESS
-    )
-    client_timeout: float = option(
+    max_connections: int = _robustness(2048, "open connections; more are answered with 503, except probes of health")
+    client_timeout: float = _robustness(
         60.0,
         "seconds that a client gets to send its request, or to take something of its answer",
-        group=ROBUSTNESS,
         within=SECONDS,
         low_open=True,
     )
-    max_body_bytes: int = option(8 << 20, "longest request body; a longer one is answered with 413", group=ROBUSTNESS)
-    batch_dir: str | None = option(
+    max_body_bytes: int = _robustness(8 << 20, "longest request body; a longer one is answered with 413")
+    batch_dir: str | None = _files(
         None,
         "folder for the files that clients upload and the batches that they make, with their prompts and answers in "
         "plain text; several servers may share one (default: none, /v1/files and /v1/batches are off)",
-        group=FILES,
     )
-    batch_concurrency: int | None = option(
-        None, "requests of all batches that run at once (default: half of max_num_seqs)", group=FILES
+    batch_concurrency: int | None = _files(
+        None, "requests of all batches that run at once (default: half of max_num_seqs)"
     )
-    max_file_bytes: int = option(
-        200 << 20, "largest file that may be uploaded (default: 200MiB)", group=FILES, parse=parse_bytes
-    )
-    max_tenant_bytes: int = option(
+    max_file_bytes: int = _files(200 << 20, "largest file that may be uploaded (default: 200MiB)", parse=parse_bytes)
+    max_tenant_bytes: int = _files(
         2 << 30,
         "bytes that a tenant's files and batches take together; without tenants all clients are one (default: 2GiB)",
-        group=FILES,
         parse=parse_bytes,
     )
-    max_tenant_files: int = option(1000, "files of a tenant, including those with the answers of batches", group=FILES)
-    max_tenant_batches: int = option(16, "batches of a tenant that have not ended", group=FILES)
-    strict_fields: bool = option(
+    max_tenant_files: int = _files(1000, "files of a tenant, including those with the answers of batches")
+    max_tenant_batches: int = _files(16, "batches of a tenant that have not ended")
+    strict_fields: bool = _robustness(
         False,
         "refuse requests with fields that are unknown or do nothing, instead of naming them in the header "
         "x-outrider-ignored",
-        group=ROBUSTNESS,
     )
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the API; "*" means all. None given: those of its own alone."""
     without_effect: Mapping[str, str] = field(default_factory=dict)
     """Options that were given and change nothing, with the reason: logged at the start."""
-    log_level: str = option("warning", "level of the log", group=LOGS, choices=("debug", "info", "warning", "error"))
-    uvicorn_log_level: str | None = option(
+    log_level: str = _logs("warning", "level of the log", choices=("debug", "info", "warning", "error"))
+    uvicorn_log_level: str | None = _logs(
         None,
         "level of the web server alone (default: log_level)",
-        group=LOGS,
         choices=("critical", "error", "warning", "info", "debug", "trace"),
     )
-    log_format: LogFormat = option(
-        "text",
-        "lines for people, or one JSON object a line, of both processes, on standard error",
-        group=LOGS,
-        choices=FORMATS,
+    log_format: LogFormat = _logs(
+        "text", "lines for people, or one JSON object a line, of both processes, on standard error", choices=FORMATS
     )
     log_requests: bool = False
     """One line for each request, without its text."""
-    log_prompts: bool = option(False, "also write prompts and answers into the requests' lines", group=LOGS)
-    access_log: bool = option(False, "one line for each request as web servers write it", group=LOGS)
-    metrics_prefix: str = option(
+    log_prompts: bool = _logs(False, "also write prompts and answers into the requests' lines")
+    access_log: bool = _logs(False, "one line for each request as web servers write it")
+    metrics_prefix: str = _logs(
         "outrider",
         "vllm: metrics have vLLM's names in addition to their own, such as vllm:num_requests_running",
-        group=LOGS,
         choices=("outrider", "vllm"),
     )
-    open_metrics: bool = option(
-        False,
-        "with a database, show /metrics to everybody: tenants' names are in it (default: with an admin's key)",
-        group=LOGS,
+    open_metrics: bool = _logs(
+        False, "with a database, show /metrics to everybody: tenants' names are in it (default: with an admin's key)"
     )
-    otlp_endpoint: str | None = option(
+    otlp_endpoint: str | None = _logs(
         None,
         "send a trace of each request to this OpenTelemetry collector, such as http://localhost:4318; needs "
         "pip install 'outrider[tracing]' (default: none)",
-        group=LOGS,
     )

@@ -39,10 +39,6 @@ def _option(text: str, metavar: str | None = None, **more: Any) -> dict[str, Any
     return {"help": text, **({"metavar": metavar} if metavar is not None else {}), **more}
 
 
-def _switch(text: str) -> dict[str, Any]:
-    return _option(text, action="store_true")
-
-
 def _repeated(text: str, metavar: str, parse: Any = str, **more: Any) -> dict[str, Any]:
     """An option that may be given several times; () when it is not."""
     return _option(text, metavar, type=parse, default=(), **{"action": _Append, **more})
