@@ -36,6 +36,8 @@ class Family:
     """Parameters beside them, which hold the weights of a router or of all experts."""
     is_multimodal: bool = False
     """True: `config` is the whole config of a `prefix`ForConditionalGeneration."""
+    architecture: str | None = None
+    """Name in config.json of a model that transformers does not know, which has the layers of `prefix`."""
 
 
 _LOCAL = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
@@ -159,6 +161,8 @@ VARIANTS: dict[str, Family] = {
     ),
 }
 """More forms of some families, for the parity tests alone."""
+UNKNOWN: dict[str, Family] = {"mimo": Family("Qwen2", architecture="MiMoForCausalLM")}
+"""Families that transformers does not know."""
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
     "llama4": Family("Llama4Text", LLAMA4, ATTENTION + GATED, ["router.weight", *_SPARSE[1:]]),

@@ -93,6 +93,33 @@ class QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
 
+    def take_columns(self, index: Tensor) -> QuantizedWeight | None:
+        """Inputs `index` [I] in this order; None if that would part the inputs of a group."""
+        if self.order is not None:
+            return None
+        codes = self.codes[:, index]
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=codes)
+        if len(index) % self.group:
+            return None
+        groups = index.view(-1, self.group)
+        first = groups[:, :1]
+        if (first % self.group).any() or not (groups == first + torch.arange(self.group)).all():
+            return None
+        moved = first.flatten() // self.group
+        offsets = None if self.offsets is None else self.offsets[:, moved]
+        return replace(self, codes=codes, scales=self.scales[:, moved], offsets=offsets)
+
+    def has_form_of(self, other: QuantizedWeight) -> bool:
+        """True if `cat` may join the two."""
+        fields = "bits", "group", "input_bits", "float8_scale", "coarse_inputs"
+        if any(getattr(self, name) != getattr(other, name) for name in fields) or self.shape[1] != other.shape[1]:
+            return False
+        if self.order is not None or other.order is not None or (self.offsets is None) != (other.offsets is None):
+            return False
+        own, others = self.levels, other.levels
+        return own is others or (own is not None and others is not None and torch.equal(own, others))
+
     @staticmethod
     def cat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         """Outputs of all parts, which have the same form."""

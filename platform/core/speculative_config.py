@@ -13,11 +13,13 @@ from .errors import InvalidRequestError
 from .option import declared_options, option
 from .text import did_you_mean
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "oracle")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 """Methods that load weights from `model`."""
 IN_TARGET_METHODS = ("mtp",)
 """Methods that load weights from the target's checkpoint if no `model` is given."""
+RECORDED_METHODS = ("oracle",)
+"""Methods that read recorded answers from the file `model`."""
 _LOOKUP_MAX = 5
 _DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
 _ADAPTIVE_LOOKUP_DRAFTS = 16
@@ -27,6 +29,7 @@ repetitive text at batch 1 gained 4.99 over no drafts with at most 16 and 2.69 w
 REJECTION_METHODS = ("standard", "invariant", "synthetic")
 MAX_DRAFTS = 32
 """Most drafts of a row in one step."""
+_WITH_MODEL = (*MODEL_METHODS, *RECORDED_METHODS)
 _FALLBACK = ("ngram", *MODEL_METHODS)
 """Methods that use prompt lookup; those with a model only if they are adaptive, as their fallback."""
 
@@ -43,7 +46,9 @@ class SpeculativeConfig:
         + "4 for the others)",
         within=(1, MAX_DRAFTS),
     )
-    model: str | None = option(None, "HF directory or hub id of the draft weights", methods=MODEL_METHODS)
+    model: str | None = option(
+        None, "HF directory or hub id of the draft weights; of oracle, file of recorded answers", methods=_WITH_MODEL
+    )
     revision: str | None = option(None, "branch, tag or commit of the draft model's hub id", methods=MODEL_METHODS)
     quantization: str | None = option(
         None,
@@ -61,6 +66,11 @@ class SpeculativeConfig:
     )
     prompt_lookup_min: int = option(
         1, "shortest n-gram that is looked up, in tokens", within=(1, 64), methods=_FALLBACK
+    )
+    prompt_lookup_corpus: str | None = option(
+        None,
+        "file or folder of texts that prompt lookup searches too; folders in it are tenants' own",
+        methods=_FALLBACK,
     )
     suffix_decoding_max_tree_depth: int = option(
         24, "longest context that is matched, in tokens", within=(2, 256), methods=("suffix",)
@@ -93,9 +103,14 @@ class SpeculativeConfig:
     drafts_given: bool = True
     """True when the user gave the number, by `num_speculative_tokens` or by the number of rates."""
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Methods of the drafters: the configured one, then prompt lookup as fallback of an adaptive neural one."""
+        return (self.method, "ngram") if self.adaptive and self.method in MODEL_METHODS else (self.method,)
+
 
 SPECULATIVE_OPTIONS = declared_options(SpeculativeConfig)
-_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
+_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min", "prompt_lookup_corpus")
 _WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
 """Methods that vLLM accepts as `model` too."""
 
@@ -136,7 +151,7 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         return None
     given["method"] = method
     _check_values(given)
-    needs_model = method in MODEL_METHODS and (method not in IN_TARGET_METHODS or "model" in given)
+    needs_model = method in _WITH_MODEL and (method not in IN_TARGET_METHODS or "model" in given)
     if needs_model and (not isinstance(given.get("model"), str) or not given["model"]):
         raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
     if "quantization" in given:

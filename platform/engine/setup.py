@@ -20,6 +20,7 @@ from ...models.checkpoint.json_files import read_model_config
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
 from ...models.checkpoint.paths import resolve_model_path, tokenizer_path
 from ...models.checkpoint.tokenizer import load_tokenizer
+from ...models.config import DecoderConfig
 from ...models.demo import demo_model_path
 from ...models.implementation import read_config
 from ...models.model import LanguageModel
@@ -329,10 +330,16 @@ def _make_adapters(
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
-        InvalidRequestError: there is no memory for the number of rows in the options.
+        InvalidRequestError: there is no memory for the number of rows in the options, or the model takes no adapters.
     """
     if config.lora is None:
         return NoAdapters()
+    if isinstance(model.config, DecoderConfig) and model.config.folded_factors:
+        raise InvalidRequestError(
+            f"LoRA is not supported with a GGUF file of {model.config.architecture}: its factors are multiplied into "
+            "the weights, and those of an adapter are not known; use the checkpoint that the file was made of",
+            param="enable_lora",
+        )
     drafter, policy = speculation
 
     def forget(digest: bytes) -> None:

@@ -60,6 +60,7 @@ _MODULES = {
     "eagle3": ".eagle.drafter",
     "medusa": ".medusa.drafter",
     "mtp": ".mtp.drafter",
+    "oracle": ".oracle",
 }
 """Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, if the
 drafter owns layers, `kv_bytes_per_token(config, dtype, kv_cache_dtype) -> int`; if it has files, `check(config,

@@ -23,23 +23,27 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.state_size import ring_size
 from outrider.platform.engine.engine_core import EngineCore
 
+from ..prediction_checkpoints import LAYOUTS, Checkpoint
 from ..tiny_families import FAMILIES, SIZES, build
 
 FACTOR = int(os.environ.get("OUTRIDER_TEST_STATE_SEEDS", "1"))
 SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "falcon-h1": 1, "mamba2": 1}
 """Seeds of each family, each with 60 requests or more; the last two are slow."""
+MTP_SEEDS = {"qwen3.5": 2, "nemotron-h": 1}
+"""Seeds of engines that draft with the target's head."""
 TIE = 5e-3
 """Logits that differ by less may change their order: sums are made in another order than transformers' and PEFT's."""
 
 
 class Reference:
-    """A tiny model with two adapters, and a small Llama that drafts for it."""
+    """A tiny model with two adapters, a small Llama that drafts for it, and maybe a head for multi-token prediction."""
 
     def __init__(self, root: Path, name: str) -> None:
         from peft import LoraConfig, get_peft_model
         from transformers import LlamaConfig, LlamaForCausalLM
 
         family = FAMILIES[name]
+        self.head = Checkpoint(root / "head", LAYOUTS[name]).folder if name in LAYOUTS else None
         self.folder, self.draft = str(root / "base"), str(root / "draft")
         base = build(family)
         base.save_pretrained(self.folder)
@@ -91,15 +95,18 @@ def references(tmp_path_factory):
     return cache(lambda name: Reference(tmp_path_factory.mktemp(name), name))
 
 
-def options(rng: random.Random, reference: Reference) -> dict:
-    """Options of an engine; its memory has room for few states of the prefix cache."""
-    method = rng.choice([None, "ngram", "suffix", "suffix", "draft_model"])
+def options(rng: random.Random, reference: Reference, method: str | None = "any") -> dict:
+    """Options of an engine; its memory has room for few states of the prefix cache. `method`: its drafter."""
+    if method == "any":
+        method = rng.choice([None, "ngram", "suffix", "suffix", "draft_model"])
     speculative, k = None, 0
     if method is not None:
         k = rng.randint(1, 5)
         speculative = {"method": method, "num_speculative_tokens": k}
         if method == "draft_model":
             speculative["model"] = reference.draft
+        if method == "mtp":
+            speculative["model"] = str(reference.head)
         if rng.random() < 0.3:
             speculative["adaptive"] = True
     seats, block_size = rng.randint(2, 6), rng.choice([2, 4, 8, 16])
@@ -180,9 +187,20 @@ def _fail(*args, **named):
 
 @pytest.mark.parametrize(("family", "seed"), [(name, seed) for name, n in SEEDS.items() for seed in range(n * FACTOR)])
 def test_random_compositions(references, family: str, seed: int) -> None:
-    reference = references(family)
+    compose(references(family), seed)
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), [(name, seed) for name, n in MTP_SEEDS.items() for seed in range(n * FACTOR)]
+)
+def test_random_compositions_with_the_targets_head(references, family: str, seed: int) -> None:
+    assert compose(references(family), seed, "mtp") > 0
+
+
+def compose(reference: Reference, seed: int, method: str | None = "any") -> int:
+    """Serve the compositions of a seed, and compare texts with the reference; return the number of drafts."""
     rng = random.Random(seed)
-    engine = EngineCore(EngineArgs(**options(rng, reference)))
+    engine = EngineCore(EngineArgs(**options(rng, reference, method)))
     try:
         jobs = requests(rng, reference, 20)
         outputs = serve(engine, rng, jobs)
@@ -194,6 +212,7 @@ def test_random_compositions(references, family: str, seed: int) -> None:
         again = [replace(job, request_id=f"again {job.request_id}") for job in jobs]  # whose drafts are often right
         outputs |= serve(engine, rng, turns)
         outputs |= serve(engine, rng, again)
+        num_drafts = sum(entry.counts.num_draft_tokens for entry in engine.stats().speculation)
     finally:
         engine.shutdown()
     texts: dict[str | None, list[tuple[list[int], list[int]]]] = {}
@@ -204,3 +223,4 @@ def test_random_compositions(references, family: str, seed: int) -> None:
             texts.setdefault(adapter, []).append((list(job.prompt_token_ids), output))
     for adapter, of_adapter in texts.items():
         reference.check(adapter, of_adapter)
+    return num_drafts
