@@ -109,7 +109,7 @@ class DecoderConfig:
     state_norms: NormNames | None = None
     """Norms of layers with a recurrent state, which then have none of queries and keys; None: as the others."""
     aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Module of a layer for each other name that checkpoints have for a norm."""
+    """Module of a layer for each other name that checkpoints have for it."""
     norm_offset: float = 0.0
     """Number that is added to the stored weights of norms."""
     hidden_act: str = "silu"

@@ -36,9 +36,9 @@ def _unit(x, epsilon):
 def _rule_kernel(
     mixed,  # [T, 2 * G * D + H * V]
     beta,  # [T, H]
-    decay,  # [T, H]
+    decay,  # [T, H], or [T, H * D] by element
     rate,  # [H] float32
-    rate_bias,  # [H] float32
+    rate_bias,  # [H] or [H * D] float32
     table,  # StatePlan.table
     states,  # [S, H, D, V] float32
     out,  # [T, H, V] float32
@@ -55,6 +55,7 @@ def _rule_kernel(
     value_dim,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BY_ELEMENT: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     keys, columns = tl.arange(0, D), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -70,7 +71,12 @@ def _rule_kernel(
     write, last_write = tl.load(write_firsts + row), tl.load(write_firsts + row + 1)
     state = tl.load(states + (source * heads + head) * size + places, mask=inside, other=0.0)
     key_head = head // (heads // key_heads)
-    speed, bias = tl.load(rate + head), tl.load(rate_bias + head)
+    speed = tl.load(rate + head)
+    if BY_ELEMENT:
+        decays = head * key_dim + keys
+        bias = tl.load(rate_bias + decays, mask=is_key, other=0.0)
+    else:
+        bias = tl.load(rate_bias + head)
     for token in range(first, end):
         inputs = mixed + token * mixed_stride
         query = tl.load(inputs + key_head * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
@@ -78,9 +84,16 @@ def _rule_kernel(
         value = inputs + 2 * key_heads * key_dim + head * value_dim + columns
         value = tl.load(value, mask=is_column, other=0.0).to(tl.float32)
         query, key = _unit(query, epsilon) * scale, _unit(key, epsilon)
-        rest = tl.load(decay + token * decay_stride + head).to(tl.float32) + bias
+        if BY_ELEMENT:
+            rest = tl.load(decay + token * decay_stride + decays, mask=is_key, other=0.0).to(tl.float32) + bias
+        else:
+            rest = tl.load(decay + token * decay_stride + head).to(tl.float32) + bias
         softplus = tl.where(rest > 20.0, rest, tl.log(1.0 + tl.exp(tl.minimum(rest, 20.0))))
-        state *= tl.exp(-speed * softplus)
+        factor = tl.exp(-speed * softplus)
+        if BY_ELEMENT:
+            state *= factor[:, None]
+        else:
+            state *= factor
         strength = beta_scale * tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
         delta = strength * (value - tl.sum(state * key[:, None], axis=0))
         state += key[:, None] * delta[None, :]
@@ -103,6 +116,7 @@ def _gated_norm_kernel(
     heads,
     value_dim,
     V: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, V)
@@ -112,7 +126,9 @@ def _gated_norm_kernel(
     factors = tl.load(scale + columns, mask=inside, other=0.0)
     opened = tl.load(gate + token * gate_stride + head * value_dim + columns, mask=inside, other=0.0).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, axis=0) + root_square) * factors
-    tl.store(y + place, (normed * opened * tl.sigmoid(opened)).to(y.dtype.element_ty), mask=inside)
+    if not SIGMOID:
+        normed *= opened
+    tl.store(y + place, (normed * tl.sigmoid(opened)).to(y.dtype.element_ty), mask=inside)
 
 
 def serves(plan: StatePlan, states: Tensor) -> bool:
@@ -131,24 +147,31 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
         *(heads, weights.key_heads, key_dim, value_dim),
         D=triton.next_power_of_2(key_dim),
         COLUMNS=_COLUMNS,
+        BY_ELEMENT=weights.by_element,
     )
     out = torch.empty((len(mixed), heads * value_dim), dtype=mixed.dtype, device=mixed.device)
     _gated_norm_kernel[(len(mixed), heads)](
         *(results, gate, weights.norm.scale, out, weights.norm.root_value**2, gate.stride(0), heads, value_dim),
         V=triton.next_power_of_2(value_dim),
+        SIGMOID=weights.sigmoid_gate,
     )
     return out
 
 
 def compile_cases() -> list[CompileCase]:
-    """Cases of both kernels: Qwen3.5's sizes, and small ones; each dtype."""
+    """Cases of both kernels: Qwen3.5's and Kimi Linear's sizes, and small ones; each dtype."""
     cases = []
-    for dtype, size in (("bf16", 128), ("fp16", 64), ("fp32", 128), ("bf16", 256)):
+    for dtype, size, is_kimi in (
+        *(("bf16", 128, False), ("fp16", 64, False), ("fp32", 128, False), ("bf16", 256, False)),
+        ("bf16", 128, True),
+    ):
+        name = f"{dtype} d{size}{' by element' if is_kimi else ''}"
         types = {
             **{"mixed beta decay": f"*{dtype}", "rate rate_bias states out": "*fp32", "table": "*i64"},
             "scale epsilon beta_scale": "fp32",
         }
-        cases.append(make_case(f"delta_net {dtype} d{size}", _rule_kernel, {"D": size, "COLUMNS": _COLUMNS}, types))
+        constants = {"D": size, "COLUMNS": _COLUMNS, "BY_ELEMENT": is_kimi}
+        cases.append(make_case(f"delta_net {name}", _rule_kernel, constants, types))
         types = {"x scale": "*fp32", "gate y": f"*{dtype}", "root_square": "fp32"}
-        cases.append(make_case(f"delta_net norm {dtype} d{size}", _gated_norm_kernel, {"V": size}, types))
+        cases.append(make_case(f"delta_net norm {name}", _gated_norm_kernel, {"V": size, "SIGMOID": is_kimi}, types))
     return cases

@@ -45,6 +45,8 @@ class QuantizedWeight:
     float8_scale: float | None = None
     """Scale with which the checkpoint's inputs are rounded to float8 e4m3, as its weights are; 0: each row has its own;
     None: they are not rounded. Devices that do not multiply float8 leave inputs as they are."""
+    float8_bound: float = math.inf
+    """Largest |x| that a row's own scale is made for; larger inputs are cut off there."""
     coarse_inputs: bool = False
     """True: kernels may round inputs to int8 if that is faster, with one scale for each group of a row."""
 
@@ -112,7 +114,7 @@ class QuantizedWeight:
 
     def has_form_of(self, other: QuantizedWeight) -> bool:
         """True if `cat` may join the two."""
-        fields = "bits", "group", "input_bits", "float8_scale", "coarse_inputs"
+        fields = "bits", "group", "input_bits", "float8_scale", "float8_bound", "coarse_inputs"
         if any(getattr(self, name) != getattr(other, name) for name in fields) or self.shape[1] != other.shape[1]:
             return False
         if self.order is not None or other.order is not None or (self.offsets is None) != (other.offsets is None):

@@ -217,9 +217,10 @@ def _make_executor(
 ) -> Executor:
     """Executor of the target's passes; with several ranks all of them have their memory then."""
     preparers = adapters.prepare, adapters.prepare_head
+    states = _allocate_states(config, model)
     if parallel is None:
-        return LocalExecutor(model, kv, preparers, passes, _allocate_states(config, model))
-    parallel.bind(model, kv, preparers, config, adapters.catalog.stats().num_rows, passes)
+        return LocalExecutor(model, kv, preparers, passes, states)
+    parallel.bind(model, kv, preparers, config, adapters.catalog.stats().num_rows, passes, states)
     return parallel
 
 
@@ -316,6 +317,7 @@ def _make_speculation(
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.scheduler.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
         edit_logits=edit_draft_logits,
         graphs=graphs if parallel is None else None,  # embeddings and head are of all ranks
     )

@@ -46,6 +46,8 @@ class DrafterContext:
     max_num_batched_tokens: int = 2048
     """Most tokens that a drafter with layers computes in one pass."""
     max_model_len: int = 2048
+    max_num_seqs: int = 256
+    """Most requests of a step."""
     edit_logits: EditLogits | None = None
     """Applies a request's masks, biases and penalties to the logits of drafters."""
     graphs: PassGraphs | None = None

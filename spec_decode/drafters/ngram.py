@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from ...platform.core.speculative_config import SpeculativeConfig
@@ -111,13 +112,24 @@ class _History:
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:
-    """Build the drafter of `config`, and load its corpora if there are any.
+    """Build the drafter of `config`, and load its corpora if there are any: those are searched on the host alone.
 
     Raises:
         NotFoundError, InvalidRequestError: see `load_corpora`.
     """
-    least, most = config.prompt_lookup_min, config.prompt_lookup_max
-    return NgramDrafter(least, most, by_match=config.adaptive, corpora=load_corpora(config, context))
+    from . import ngram_device
+
+    ns, device = (config.prompt_lookup_min, config.prompt_lookup_max), torch.device(context.device)
+    corpora = load_corpora(config, context)
+    if corpora is not None or not ngram_device.runs_on(device):
+        return NgramDrafter(*ns, by_match=config.adaptive, corpora=corpora)
+    return ngram_device.DeviceNgramDrafter(
+        *ns,
+        by_match=config.adaptive,
+        max_rows=context.max_num_seqs,
+        max_tokens=context.max_model_len,
+        device=device,
+    )
 
 
 class NgramDrafter(Drafter):

@@ -27,6 +27,7 @@ from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
 
 from ..prediction_checkpoints import HIDDEN, LAYOUTS, Checkpoint
 from ..quantized_files import CASES, write_quantized
+from ..thread_ranks import ranks_as_threads
 from ..tiny_families import Family, build
 
 
@@ -125,10 +126,12 @@ def test_a_head_that_knows_the_next_token_is_always_right(monkeypatch, checkpoin
         {"num_gpu_blocks_override": 15, "enable_prefix_caching": False},
         {"async_scheduling": True, "max_num_batched_tokens": 16},
         {"num_gpu_blocks_override": 15, "swap_space": 0.01, "preemption_mode": "swap"},
+        {"num_gpu_blocks_override": 15, "tensor_parallel_size": 2},
     ],
-    ids=["preempted", "overlapped", "swapped"],
+    ids=["preempted", "overlapped", "swapped", "divided"],
 )
-def test_scheduling_of_a_hybrid_model_changes_no_text(checkpoints, make_engine, options):
+def test_scheduling_of_a_hybrid_model_changes_no_text(checkpoints, make_engine, options, monkeypatch):
+    ranks_as_threads(monkeypatch)
     folder = checkpoints("qwen3.5").folder
     expected = serve(make_engine(folder), JOBS)
     engine = make_engine(folder, speculative_config=MTP, **options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,14 @@ from outrider.platform.core.state_size import ring_size
 from outrider.platform.engine.engine_core import EngineCore
 
 from ..prediction_checkpoints import LAYOUTS, Checkpoint
+from ..thread_ranks import ranks_as_threads
 from ..tiny_families import FAMILIES, SIZES, build
 
 FACTOR = int(os.environ.get("OUTRIDER_TEST_STATE_SEEDS", "1"))
-SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "falcon-h1": 1, "mamba2": 1}
+SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "kimi-linear": 1, "falcon-h1": 1, "mamba2": 1}
 """Seeds of each family, each with 60 requests or more; the last two are slow."""
+DIVIDED = {"lfm2": 1, "qwen3.5": 1}
+"""Seeds of models that two ranks compute."""
 MTP_SEEDS = {"qwen3.5": 2, "nemotron-h": 1}
 """Seeds of engines that draft with the target's head."""
 TIE = 5e-3
@@ -148,8 +151,10 @@ def requests(rng: random.Random, reference: Reference, count: int) -> list[Engin
     return made
 
 
-def serve(engine: EngineCore, rng: random.Random, jobs: list[EngineRequest]) -> dict[str, list[int]]:
-    """Outputs of the requests that were not aborted; they arrive while others run."""
+def serve(
+    engine: EngineCore, rng: random.Random, jobs: list[EngineRequest], *, fails: bool = True
+) -> dict[str, list[int]]:
+    """Outputs of the requests that were not aborted; they arrive while others run. A step may fail, if `fails`."""
     outputs: dict[str, list[int]] = {}
     waiting, failing = list(jobs), rng.choice([None, None, rng.randint(0, 40)])
     computes, aborted = engine.model.forward, set()
@@ -163,7 +168,7 @@ def serve(engine: EngineCore, rng: random.Random, jobs: list[EngineRequest]) -> 
             victim = rng.choice(list(outputs))
             aborted.add(victim)
             engine.abort([victim])
-        if step == failing:
+        if fails and step == failing:
             engine.model.forward = _fail
         try:
             for delta in engine.step():
@@ -197,21 +202,35 @@ def test_random_compositions_with_the_targets_head(references, family: str, seed
     assert compose(references(family), seed, "mtp") > 0
 
 
-def compose(reference: Reference, seed: int, method: str | None = "any") -> int:
+@pytest.mark.parametrize(
+    ("family", "seed"), [(name, seed) for name, n in DIVIDED.items() for seed in range(n * FACTOR)]
+)
+def test_random_compositions_on_two_ranks(references, family: str, seed: int, monkeypatch) -> None:
+    """A step that fails ends an engine of several ranks, so none does."""
+    ranks_as_threads(monkeypatch)
+    compose(references(family), seed, num_ranks=2)
+
+
+def compose(reference: Reference, seed: int, method: str | None = "any", num_ranks: int = 1) -> int:
     """Serve the compositions of a seed, and compare texts with the reference; return the number of drafts."""
     rng = random.Random(seed)
-    engine = EngineCore(EngineArgs(**options(rng, reference, method)))
+    values = options(rng, reference, method)
+    if num_ranks > 1:
+        values |= {"tensor_parallel_size": num_ranks, "async_scheduling": False}
+        values["kv_cache_memory_bytes"] //= num_ranks  # of one rank
+    engine = EngineCore(EngineArgs(**values))
+    serve_all = partial(serve, engine, rng, fails=num_ranks == 1)
     try:
         jobs = requests(rng, reference, 20)
-        outputs = serve(engine, rng, jobs)
+        outputs = serve_all(jobs)
         longer = [[*job.prompt_token_ids, *outputs.get(job.request_id, [])][:90] for job in jobs]
         turns = [
             replace(job, request_id=f"turn {job.request_id}", prompt_token_ids=prompt)
             for job, prompt in zip(jobs, longer, strict=True)
         ]
         again = [replace(job, request_id=f"again {job.request_id}") for job in jobs]  # whose drafts are often right
-        outputs |= serve(engine, rng, turns)
-        outputs |= serve(engine, rng, again)
+        outputs |= serve_all(turns)
+        outputs |= serve_all(again)
         num_drafts = sum(entry.counts.num_draft_tokens for entry in engine.stats().speculation)
     finally:
         engine.shutdown()

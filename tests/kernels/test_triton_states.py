@@ -30,12 +30,13 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
+@pytest.mark.parametrize("is_kimi", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 4, 12, 10), (1, 2, 32, 40)])
 @pytest.mark.parametrize("name", SHORT)
-def test_delta_net(name, shape, dtype, device):
+def test_delta_net(name, shape, dtype, is_kimi, device):
     rows = SHORT[name]
-    case = make_net(rows, shape, dtype, torch.device(device))
+    case = make_net(rows, shape, dtype, torch.device(device), is_kimi=is_kimi)
     assert net_kernels.serves(case.plan, case.states)
     expected, states = net_definition(case, rows)
     out = net_package.delta_net(*case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from ...core.errors import EngineDeadError, InvalidRequestError, NotFoundError, 
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
 from ...core.sampling_params import quote_for_error
+from ...core.tasks import run_all
 from .lora_int_ids import LoRAIntIds
 from .sources import AdapterSources
 
@@ -25,6 +26,8 @@ NO_FILES = "changed"
 
 Call = Callable[..., Awaitable[Any]]
 """Calls a verb of an engine, such as "adapters.load", with its arguments."""
+RunAll = Callable[[Iterable[Coroutine[Any, Any, None]]], Awaitable[Any]]
+"""Runs coroutines, which begin in their order."""
 
 
 class _LoadedAdapter(NamedTuple):
@@ -183,8 +186,9 @@ class LoadedAdapters:
                 is_read=known.is_read or bool(digest), pinned=info.pinned, digest=digest
             )
 
-    async def reload_after_restart(self, call: Call) -> None:
-        """Load in an engine that has just started what the last one had, in the same order.
+    async def reload_after_restart(self, call: Call, run: RunAll = run_all) -> None:
+        """Load in an engine that has just started what the last one had. The engine gets the loads in the same order
+        without waiting between them, and reads several files at once.
 
         An adapter that cannot be loaded any more is forgotten. One whose files have another content by now keeps its
         name, and its requests get the error for that.
@@ -193,16 +197,18 @@ class LoadedAdapters:
             group = [*entries]
             if not is_read and await _register_all(call, [loaded.request for loaded in group]):
                 continue
-            for loaded in group:
-                try:
-                    await _reload(call, loaded)
-                except EngineDeadError:
-                    raise
-                except OutriderError as error:
-                    name = loaded.request.name
-                    logger.error("Adapter %r cannot be loaded again: %r", name, error.message)
-                    self._loaded.pop(name, None)
-                    self._release(name)
+            await run(self._reload_or_forget(call, loaded) for loaded in group)
+
+    async def _reload_or_forget(self, call: Call, loaded: _LoadedAdapter) -> None:
+        try:
+            await _reload(call, loaded)
+        except EngineDeadError:
+            raise
+        except OutriderError as error:
+            name = loaded.request.name
+            logger.error("Adapter %r cannot be loaded again: %r", name, error.message)
+            self._loaded.pop(name, None)
+            self._release(name)
 
     # --- the record -----------------------------------------------------------------------------------------------
 
