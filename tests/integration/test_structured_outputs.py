@@ -141,7 +141,7 @@ def test_a_request_without_an_allowed_token_is_an_error_of_that_request(llm):
     assert llm.generate("x", params({"choice": ["fine"]}), use_tqdm=False)[0].outputs[0].text == "fine"
 
 
-def test_a_grammar_that_becomes_too_complex_says_so(llm):
+def test_a_grammar_that_becomes_too_complex_is_an_error(llm):
     rules = [f'r{index}: "x" r{index} | "y" r{index} | "w"' for index in range(1000)]
     grammar = "\n".join([f'start: "z" ({" | ".join(f"r{index}" for index in range(1000))})', *rules])
     with pytest.raises(InvalidRequestError, match="structured_outputs: the grammar is too complex at this point"):

@@ -165,7 +165,7 @@ def test_link_carries_messages_both_ways_and_leaves_nothing() -> None:
         folder = Path(client.folder)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         with pytest.raises(EngineDeadError):
-            client.send(ipc.Stop())  # nobody is connected
+            client.send(ipc.Stop())  # no client is connected
         with pytest.raises(InvalidRequestError, match="cannot be sent"):
             client.send(ipc.Add([EngineRequest("r", [1], SamplingParams(), priority=2**70)]))
         engine = ipc.EngineLink(client.folder)

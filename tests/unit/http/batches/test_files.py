@@ -65,7 +65,7 @@ def test_expiry(site):
     site.run(work)
 
 
-def test_what_a_killed_server_left_is_swept(site):
+def test_leftovers_of_a_killed_server_are_removed(site):
     async def work(api):
         files = api.app.state.serving.batches.files
         file = await api.upload(b"a")

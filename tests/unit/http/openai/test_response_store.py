@@ -27,12 +27,12 @@ def test_the_store_is_bounded():
     store.put("one", stored("d"))
     assert [is_there(store, "one", name) for name in "abcd"] == [True, False, True, True]
     store.put("one", stored("big", 15_000))
-    store.put("one", stored("bigger", 16_000))  # the others make place
+    store.put("one", stored("bigger", 16_000))  # the others are evicted
     assert not is_there(store, "one", "big")
     assert not is_there(store, "two", "bigger")
     for tenant in ("two", "three"):
         store.put(tenant, stored("a", 12_000))
-    store.put("four", stored("a", 12_000))  # who has most makes place
+    store.put("four", stored("a", 12_000))  # the largest is evicted
     assert not is_there(store, "one", "bigger")
     assert all(is_there(store, tenant, "a") for tenant in ("two", "three", "four"))
     store.delete("two", "a")

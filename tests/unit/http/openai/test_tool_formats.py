@@ -80,7 +80,7 @@ def test_forced_calls(name, text):
         ("hermes", "<think>Hm</think>Hello"),
     ],
 )
-def test_what_is_no_call_is_content(kind, text):
+def test_text_that_is_no_call_is_content(kind, text):
     message = parse(FormatParser(FORMATS[kind], "", with_calls=True), [text])
     assert "tool_calls" not in message
     assert message["content"] in text
@@ -185,7 +185,7 @@ def test_arguments_are_json(kind, form, said, passed):
         ("gemma4", "<|tool_call>call:g{a:1}<tool_call|>"),
     ],
 )
-def test_what_is_no_call_of_a_tool_stays_as_it_was(kind, text):
+def test_text_that_is_no_tool_call_is_unchanged(kind, text):
     for pieces in ([text], text):
         assert parse(FormatParser(FORMATS[kind], "", with_calls=True, names={"f"}), pieces) == {"content": text}
 
@@ -234,8 +234,8 @@ def test_a_call_without_arguments_has_an_empty_object():
     assert "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas) == "{}"
 
 
-def test_beginnings_of_calls_are_searched_once():
-    """With a name that may contain a beginning, this takes hours."""
+def test_prefixes_of_calls_are_searched_once():
+    """With a name that may contain a prefix, this would take hours."""
     parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True)
     text = "<function=" * 2000
     deltas = [delta for at in range(0, len(text), 4) for delta in parser.feed(text[at : at + 4])]

@@ -25,7 +25,7 @@ def run_engine(target, prompts, speculative_config=None, lora=None):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train the EAGLE-3 head of both tests once: (its folder, what training measured)."""
+    """Train the EAGLE-3 head of both tests once: (its folder, the measurements of training)."""
     folder, measured = tmp_path_factory.mktemp("head"), []
 
     def train(options, samples):

@@ -71,7 +71,7 @@ def test_values_out_of_range(store, acme, field, value):
     assert store.list_tenants() == [acme]
 
 
-def test_updates_touch_only_what_they_name(store, acme):
+def test_updates_change_only_the_named_fields(store, acme):
     store.update_tenant("acme", {"weight": 4.0, "limits": {"token_budget": 7, "allowed_adapters": None}})
     changed = store.get_tenant("acme")
     assert (changed.weight, changed.max_adapters, changed.created_at) == (4.0, 3, acme.created_at)

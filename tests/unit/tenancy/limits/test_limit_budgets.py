@@ -1,4 +1,4 @@
-"""Budgets: periods, and what the ledger says."""
+"""Budgets: periods, and readings of the ledger."""
 
 from datetime import UTC, datetime
 
@@ -41,7 +41,7 @@ def test_periods_follow_each_other(period, now):
     assert period_bounds(period, end)[0] == end
 
 
-def test_what_ends_while_the_ledger_is_read_counts_once():
+def test_a_request_that_ends_during_a_reading_counts_once():
     noon = at("2026-11-21T12:00")
     budget = Budget(1000, "day", noon)
     budget.count(30, noon)
@@ -106,7 +106,7 @@ def test_servers_that_read_first_at_once_count_from_one_answer():
     assert two.used == 230
 
 
-def test_of_two_first_readings_the_later_one_counts():
+def test_the_later_of_two_first_readings_counts():
     noon = at("2026-11-21T12:00")
     for order in (0, 1), (1, 0):
         budgets = [Budget(1000, "day", noon) for _ in range(2)]
