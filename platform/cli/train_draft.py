@@ -26,6 +26,7 @@ _DESCRIPTION = """\
 Train a drafter by distillation from a target model, or from the target with an adapter.
 
   eagle3, eagle, medusa   a head, written in the public format of its kind
+  dflash, dspark          a drafter of whole blocks, likewise
   draft-lora              draft weights of an adapter for the drafter --draft, written as a PEFT adapter: the
                           folder draft/ of the adapter, or draft/<method>/
 

@@ -22,6 +22,9 @@ class Drafts(NamedTuple):
     probs: Any = None
     """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
     (n-gram), or when the request's verification does not need it."""
+    survival: Any = None
+    """Tensor [len(token_ids)] float32, falling: the drafter's own estimate that a draft and all before it are accepted;
+    None: it has none. Reading it on the host may wait for the device."""
     forced: bool = False
     """True if a grammar allows no other tokens; they are verified whether or not a drafter is in use."""
     drafter: int = 0
@@ -31,7 +34,8 @@ class Drafts(NamedTuple):
         """The first `k` drafts."""
         if k >= len(self.token_ids):
             return self
-        return self._replace(token_ids=self.token_ids[:k], probs=None if self.probs is None else self.probs[:k])
+        probs, survival = (None if part is None else part[:k] for part in (self.probs, self.survival))
+        return self._replace(token_ids=self.token_ids[:k], probs=probs, survival=survival)
 
 
 NO_DRAFTS = Drafts([])

@@ -13,15 +13,17 @@ from .errors import InvalidRequestError
 from .option import declared_options, option
 from .text import did_you_mean
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "oracle")
-MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark", "oracle")
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark")
 """Methods that load weights from `model`."""
+BLOCK_METHODS = ("dflash", "dspark")
+"""Methods that make all drafts of a step in one pass over a block."""
 IN_TARGET_METHODS = ("mtp",)
 """Methods that load weights from the target's checkpoint if no `model` is given."""
 RECORDED_METHODS = ("oracle",)
 """Methods that read recorded answers from the file `model`."""
 _LOOKUP_MAX = 5
-_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
+_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8, **dict.fromkeys(BLOCK_METHODS, 15)}
 _ADAPTIVE_LOOKUP_DRAFTS = 16
 """Most drafts a step of adaptive prompt lookup. The policy chooses as many as are worth their time: on SmolLM2-135M
 repetitive text at batch 1 gained 4.99 over no drafts with at most 16 and 2.69 with at most 3; a step with 6 drafts took
@@ -190,7 +192,7 @@ def _usual_name(method: Any) -> Any:
 def _guess_method(model: object) -> str:
     """The method of a draft whose config has none, by the name of the model, as in vLLM."""
     name = str(model).rstrip("/").rpartition("/")[2].lower()
-    for part, method in (("eagle3", "eagle3"), ("eagle-", "eagle"), ("medusa", "medusa")):
+    for part, method in (*((name, name) for name in ("eagle3", "dflash", "dspark", "medusa")), ("eagle-", "eagle")):
         if part in name:
             return method
     return "draft_model"

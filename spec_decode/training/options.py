@@ -10,7 +10,7 @@ from typing import Any
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.option import declared_options, option
 
-METHODS = ("eagle3", "eagle", "medusa", "draft-lora")
+METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark", "draft-lora")
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
 NO_EFFECT_ON_RESULT = frozenset(
@@ -19,6 +19,8 @@ NO_EFFECT_ON_RESULT = frozenset(
 """Options that may differ when a run is resumed."""
 _PATHS = ("model", "data", "output", "adapter", "draft", "eval_data", "base_name")
 _EAGLE = ("eagle3", "eagle")
+_BLOCK = ("dflash", "dspark")
+_LAYERED = (*_EAGLE, *_BLOCK)
 _MOST = 2**31 - 1
 
 
@@ -93,12 +95,17 @@ class TrainOptions:
     hidden_size: int | None = _option(
         None, "hidden size of the head (default: the target's)", "Heads", methods=("eagle3",)
     )
-    intermediate_size: int | None = _option(None, "of the head's MLP (default: the target's)", "Heads", methods=_EAGLE)
-    num_heads: int | None = _option(None, "attention heads (default: the target's)", "Heads", methods=_EAGLE)
-    num_kv_heads: int | None = _option(None, "KV heads (default: the target's)", "Heads", methods=_EAGLE)
-    head_dim: int | None = _option(None, "size of an attention head (default: the target's)", "Heads", methods=_EAGLE)
+    intermediate_size: int | None = _option(
+        None, "of the head's MLP (default: the target's)", "Heads", methods=_LAYERED
+    )
+    num_heads: int | None = _option(None, "attention heads (default: the target's)", "Heads", methods=_LAYERED)
+    num_kv_heads: int | None = _option(None, "KV heads (default: the target's)", "Heads", methods=_LAYERED)
+    head_dim: int | None = _option(None, "size of an attention head (default: the target's)", "Heads", methods=_LAYERED)
     aux_layers: tuple[int, ...] | None = _option(
-        None, "three target layers whose inputs are read, as 2,16,29", "Heads", methods=("eagle3",)
+        None,
+        "target layers whose inputs are read, as 2,16,29; of eagle3 three",
+        "Heads",
+        methods=("eagle3", *_BLOCK),
     )
     draft_vocab_size: int | None = _option(
         None,
@@ -110,6 +117,21 @@ class TrainOptions:
     own_lm_head: bool = _option(False, "the head trains an lm_head of its own", "Heads", methods=("eagle3",))
     medusa_heads: int = _option(4, "Medusa heads", "Heads", methods=("medusa",), within=(1, 32))
     medusa_layers: int = _option(1, "residual layers of each Medusa head", "Heads", methods=("medusa",), within=(1, 16))
+
+    block_size: int = _option(
+        8, "tokens of a block, the last one of the text among them", "Heads", methods=_BLOCK, within=(2, 33)
+    )
+    draft_layers: int = _option(3, "layers of the drafter", "Heads", methods=_BLOCK, within=(1, 64))
+    mask_token_id: int | None = _option(
+        None,
+        "token that stands for a draft (default: the last of the vocabulary)",
+        "Heads",
+        methods=_BLOCK,
+        within=(0, _MOST),
+    )
+    markov_rank: int = _option(
+        64, "rank of the bias by the token before", "Heads", methods=("dspark",), within=(1, 4096)
+    )
 
     def check(self, given: Collection[str] | None = None) -> None:
         """Refuse invalid values; checks that depend on the model come when it is loaded.

@@ -41,6 +41,8 @@ class Drafting:
     """Source of each draft and its index there, instead of `draft_ids` if the host does not wait for them."""
     draft_probs: list[Tensor] = field(default_factory=list)
     """[V] float32 each, when the request is verified by rejection sampling."""
+    survival: Tensor | None = None
+    """See `Drafts`."""
 
     @property
     def drafts(self) -> Drafts:
@@ -51,7 +53,7 @@ class Drafting:
         if self.device_ids:
             assert len({source for source, _ in self.device_ids}) == 1, "join_drafts comes first"
             ids = DeviceIds(self.device_ids[0][0], [place for _, place in self.device_ids])
-        return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None)
+        return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None, self.survival)
 
     @property
     def num_drafts(self) -> int:

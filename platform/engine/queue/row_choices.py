@@ -47,7 +47,7 @@ def row_choices(
             is_forced=is_forced and count > 0,
             awaits_token=awaits_token and samples,
         )
-        yield row, new_drafts if limits.extra_slots else 0
+        yield row, new_drafts + limits.more_slots if new_drafts and limits.extra_slots else 0
 
 
 def decode_row(request: Request, block_size: int) -> RowPlan | None:
