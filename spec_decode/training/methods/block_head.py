@@ -19,7 +19,7 @@ from ....models.config import DecoderConfig
 from ...drafters.dflash.config import DFlashConfig
 from ..output_files import write_model
 from ..target import Features, Labels, Target
-from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, build_wanted
+from .base import Step, TrainedDrafter, build_wanted, greedy_tokens, soft_cross_entropy
 from .layers import MLP, RMSNorm, rotate
 
 ANCHORS = 32
