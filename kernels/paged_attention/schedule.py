@@ -52,7 +52,7 @@ class Gpu(NamedTuple):
     """Compute capability times ten."""
 
 
-def gpu_of(device: torch.device) -> Gpu:
+def describe_gpu(device: torch.device) -> Gpu:
     """Properties of a CUDA device, or a stand-in for the interpreter, which has no multiprocessors."""
     if device.type != "cuda":
         return Gpu(1, 90)

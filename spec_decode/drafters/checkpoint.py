@@ -13,7 +13,7 @@ from torch import Tensor
 from ...models.checkpoint.weight_files import StoredTensor, load_into, misfits, read_pickle, read_weights
 from ...models.layers.linear import Linear
 from ...models.layers.weights import WeightSlot
-from ...models.quantization.rounding import rounding_of
+from ...models.quantization.rounding import choose_rounding
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.quantization import rounding
 from ...platform.core.speculative_config import SpeculativeConfig
@@ -89,7 +89,7 @@ def quantise(linears: Iterable[Linear], config: SpeculativeConfig, context: Draf
     method = draft_rounding(config, context, stored)
     if method is not None:
         for linear in linears:
-            linear.quantize = rounding_of(linear, method, context.target.config.hidden_size)
+            linear.quantize = choose_rounding(linear, method, context.target.config.hidden_size)
 
 
 @torch.inference_mode()

@@ -122,7 +122,7 @@ def draw(
     if best is not None and takes_best(sequences, edit):
         _append_from(sequences, OnDevice(best.clone()))
         return
-    edited = [] if edit is None else [i for i, s in enumerate(sequences) if s.row.request.edits_logits]
+    edited = [] if edit is None else [i for i, s in enumerate(sequences) if s.row.request.sampling.edits_logits]
     if edited and edit is not None:
         logits, vocabulary = logits if vocabulary is None else vocabulary.widen(logits), None
         index = to_device(np.array(edited), logits.device)
@@ -156,7 +156,7 @@ def most_likely_ids(logits: Tensor, vocabulary: DraftVocabulary | None = None) -
 
 def takes_best(sequences: Sequence[Drafting], edit: EditLogits | None) -> bool:
     """True when the next draft of each sequence is the most likely token of its logits as they are."""
-    return all(s.rule is Rule.GREEDY and (edit is None or not s.row.request.edits_logits) for s in sequences)
+    return all(s.rule is Rule.GREEDY and (edit is None or not s.row.request.sampling.edits_logits) for s in sequences)
 
 
 def append_best(sequences: Sequence[Drafting], best: Tensor) -> None:
@@ -175,7 +175,7 @@ def chain_draws(sequences: Sequence[Drafting], edit: EditLogits | None) -> Draws
     its `end`). None when no sequence gets drafts, or edits that depend on the drafts before need the host."""
     wanted = [s.num_wanted if s.start >= s.end else 0 for s in sequences]
     requests = [s.row.request for s in sequences]
-    if not any(wanted) or (edit is not None and any(request.edits_logits for request in requests)):
+    if not any(wanted) or (edit is not None and any(request.sampling.edits_logits for request in requests)):
         return None
     rules = [s.rule for s in sequences]
     if all(rule is Rule.GREEDY for rule in rules):

@@ -19,7 +19,7 @@ from ....models.config import DecoderConfig
 from ...drafters.dflash.config import DFlashConfig
 from ..output_files import write_model
 from ..target import Features, Labels, Target
-from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
+from .base import Step, TrainedDrafter, build_wanted, greedy_tokens, soft_cross_entropy
 from .layers import MLP, RMSNorm, rotate
 
 ANCHORS = 32
@@ -162,7 +162,7 @@ class BlockHead(TrainedDrafter):
         """Mean cross entropy of the drafts, each further one weighted less, and the confidence's."""
         anchors = draw_anchors(features.labels, features.ids, ANCHORS if self.training else None)
         steps, weight = self.steps(features, anchors, self.config.max_drafts), self.output_weight
-        loss = soft_cross_entropy(steps, weight, wanted_of(features))
+        loss = soft_cross_entropy(steps, weight, build_wanted(features))
         return loss if self.confidence_head is None else loss + self._confidence_loss(steps, weight, features)
 
     def _confidence_loss(self, steps: list[Step], weight: Tensor, features: Features) -> Tensor:
