@@ -17,6 +17,7 @@ from outrider.platform.core.messages import EngineRequest
 
 from ..eagle_heads import Head
 from .conftest import VOCAB
+from .test_speculation import check_frequencies, exact_third_token
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=3, top_k=20, max_tokens=14, ignore_eos=True)
@@ -148,6 +149,16 @@ def test_overlapped_steps_draft_what_others_draft(head, make_engine, plain_token
         accepted.append(sum(c.num_accepted_tokens for c in counts))
     assert 0.3 * sum(c.num_draft_tokens for c in counts) < accepted[0] < sum(c.num_draft_tokens for c in counts)
     assert abs(accepted[0] - accepted[1]) <= 6, "the last steps of the six requests may differ"
+
+
+def test_sampled_requests_keep_the_targets_distribution(target, make_engine, plain_tokens, prompts, run, tmp_path):
+    """Rejection sampling of drafts that are drawn independently of each other."""
+    head = Head(target, "eagle3", **HEADS["parallel"])
+    texts = plain_tokens([(prompt, GREEDY, None) for prompt in prompts])
+    learn(head, prompts, [p + t for p, t in zip(prompts, texts, strict=True)])
+    config = {"method": "eagle3", "model": str(head.save(tmp_path / "learned")), "num_speculative_tokens": 3}
+    engine = make_engine(speculative_config=config, max_num_seqs=200)
+    check_frequencies(engine, run, exact_third_token(target.model), count=1000)
 
 
 def lora_for(head: Head, rank: int) -> tuple[dict, Head]:

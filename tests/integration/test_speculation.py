@@ -198,8 +198,12 @@ PROMPT = [5, 6, 7, 8] * 4
 
 @pytest.fixture(scope="module")
 def third_token(models):
+    """See `exact_third_token`."""
+    return exact_third_token(models.reference())
+
+
+def exact_third_token(reference):
     """The target's exact distribution of the third token after PROMPT with top_k=4, summed over paths."""
-    reference = models.reference()
 
     def distribution(ids):
         with torch.no_grad():
