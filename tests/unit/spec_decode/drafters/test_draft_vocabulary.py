@@ -137,9 +137,11 @@ def test_tokenizers_with_little_in_common_are_refused(folders, tmp_path):
     check(config, SimpleNamespace(vocab_size=VOCAB), folders[0])
 
 
-def test_the_switch_is_for_draft_models(folders):
+def test_vllms_switches_are_for_one_method():
     with pytest.raises(InvalidRequestError, match=r"use_heterogeneous_vocab is for method draft_model"):
         parse_speculative({"method": "ngram", "use_heterogeneous_vocab": True})
     assert parse_speculative({"method": "ngram", "use_heterogeneous_vocab": False}).method == "ngram"
     with pytest.raises(InvalidRequestError, match=r"parallel_drafting must be true or false, got 3"):
         parse_speculative({"method": "eagle3", "model": "m", "parallel_drafting": 3})
+    for model in ("org/X-p-eagle", "org/P-EAGLE-X", "org/X-speculator.peagle"):
+        assert parse_speculative({"model": model, "parallel_drafting": True}).method == "eagle3"

@@ -276,6 +276,8 @@ def test_drafters_that_do_not_fit(options, samples, read_batch, tmp_path, folder
     for change, words in (
         ({"vocab_size": 5}, "vocabulary has 5 tokens, the target's 2048"),
         ({"fc_norm": True}, "fc_norm"),
+        ({"num_hidden_layers": 2}, "several_layers, whose draft weights are not trained"),
+        ({"pard_token": 3}, "drafts_in_parallel, whose draft weights are not trained"),
         ({"intermediate_size": 7}, r"mlp\.gate_proj\.weight \[48, 32\] instead of \[7, 32\]"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
