@@ -19,7 +19,7 @@ from ..tenancy.accounts.principal import Principal
 from . import engine_routes
 from .adapters import adapter_routes
 from .anthropic import messages_routes
-from .anthropic.errors import is_of as is_anthropic
+from .anthropic.errors import is_anthropic
 from .batches import batch_routes
 from .console import console_routes
 from .console.statistics import Statistics

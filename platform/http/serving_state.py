@@ -134,7 +134,7 @@ class Serving:
         """
         if self.tenancy is None:
             return
-        self.adapter_sync = AdapterSync(self.models, self.tenancy, self.adapter_policy.roots_of)
+        self.adapter_sync = AdapterSync(self.models, self.tenancy, self.adapter_policy.allowed_roots)
         await self.adapter_sync.start()
         self.prefix_sync = PrefixSync(self.llm, self.tenancy.directory)
         await self.prefix_sync.start()

@@ -46,6 +46,7 @@ def test_a_broken_replacement_leaves_the_old_one(make_manager, folder):
     with pytest.raises(AdapterError, match="rank 9"):
         manager.catalog.load(LoRARequest("a", path=folder("big", rank=9)), load_inplace=True)
     assert manager.catalog.list() == [first]
+    assert len(manager.catalog.stats().load_seconds) == 2, "of the failed load, too"
 
 
 def test_unload_of_an_unknown_name(make_manager):

@@ -10,6 +10,7 @@ from outrider.platform.client.adapters.sources import AdapterSources, SourceOpti
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
 from outrider.platform.client.process.supervisor import EngineSpec, RestartPolicy
+from outrider.platform.core.beam_search import BeamSearchParams
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
     AdapterError,
@@ -217,6 +218,25 @@ def test_a_request_that_comes_during_an_unload(spec, sources):
             with pytest.raises(NotFoundError, match="'a' was unloaded while the request waited"):
                 await anext(llm.run(prepared))
             await unload
+            assert await llm.adapters.list() == []
+
+    asyncio.run(run())
+
+
+def test_a_beam_search_brings_back_no_adapter(spec, sources):
+    async def run() -> None:
+        async with AsyncLLM.from_spec(spec, sources) as llm:
+            await llm.adapters.load(LoRARequest("a", path="/a"))
+            unloads: list[asyncio.Task[None]] = []
+
+            def on_step(num_tokens: int) -> None:
+                if num_tokens == 2:
+                    unloads.append(asyncio.create_task(llm.adapters.unload("a")))
+
+            params = BeamSearchParams(1, 100, ignore_eos=True)
+            with pytest.raises(NotFoundError, match="'a' was unloaded while the request waited"):
+                await llm.beam_search([5], params, lora_request="a", on_step=on_step)
+            await unloads[0]
             assert await llm.adapters.list() == []
 
     asyncio.run(run())

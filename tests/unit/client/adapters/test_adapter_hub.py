@@ -138,10 +138,10 @@ def test_sources_that_are_no_hub_ids(source):
     ],
 )  # fmt: skip
 def test_schemes(source, scheme):
-    assert resolver.scheme_of(source) == scheme
+    assert resolver.source_scheme(source) == scheme
 
 
 def test_a_local_folder_of_that_name_is_no_hub_id(tmp_path, monkeypatch):
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolver.scheme_of("org/name") is None
+    assert resolver.source_scheme("org/name") is None

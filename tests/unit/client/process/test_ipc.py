@@ -134,15 +134,15 @@ def test_arguments_of_calls_arrive_in_their_types() -> None:
     ):
         call = ipc.decode(ipc.encode(ipc.Call(1, verb, arguments)))
         assert isinstance(call, ipc.Call)
-        assert ipc.arguments_of(call) == {**arrived, **arguments}
+        assert ipc.decode_arguments(call) == {**arrived, **arguments}
 
 
 def test_calls_with_wrong_arguments_are_refused() -> None:
     for verb, arguments in (("adapters.pin", {"name": 3}), ("adapters.pin", {}), ("adapters.load", {"request": {}})):
         with pytest.raises(InvalidRequestError, match=f"cannot read the call '{verb}'"):
-            ipc.arguments_of(ipc.Call(1, verb, arguments))
+            ipc.decode_arguments(ipc.Call(1, verb, arguments))
     with pytest.raises(OutriderError, match=r"no call 'shutdown'; it has adapters\.load, "):
-        ipc.arguments_of(ipc.Call(1, "shutdown"))
+        ipc.decode_arguments(ipc.Call(1, "shutdown"))
 
 
 def test_config() -> None:

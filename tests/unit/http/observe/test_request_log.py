@@ -14,8 +14,8 @@ from outrider.platform.core.logs import (
     REQUEST_LOGGER,
     TextFormatter,
     current_request_id,
+    format_trace,
     json_formatter,
-    trace_of,
     with_fields,
 )
 from outrider.platform.http.app import Authentication, create_app
@@ -213,11 +213,11 @@ def test_traces_without_messages():
         except ValueError as error:
             raise AdapterError("a typed one says it itself") from error
     except AdapterError as error:
-        shown = trace_of(error)
+        shown = format_trace(error)
     assert "AdapterError: a typed one says it itself" in shown
     assert shown.endswith("because of ValueError")
     assert SECRET not in shown
-    assert trace_of(None) == ""
+    assert format_trace(None) == ""
 
 
 def test_outside_of_requests_exceptions_are_whole():

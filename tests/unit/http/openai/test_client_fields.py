@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.platform.core.errors import AdapterError, NotFoundError
-from outrider.platform.http.openai.responses.conversation import items_of, messages_of
+from outrider.platform.http.openai.responses.conversation import parse_items, to_messages
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -160,8 +160,8 @@ def test_custom_calls_of_the_past_are_calls(http):
     """As Codex sends them back."""
     output = CUSTOM_OUTPUT | {"output": [{"type": "input_text", "text": "Done"}]}
     for last in (CUSTOM_OUTPUT, output):
-        items = items_of([{"role": "user", "content": "a"}, CUSTOM, last])
-        _, call, result = messages_of(items, None)
+        items = parse_items([{"role": "user", "content": "a"}, CUSTOM, last])
+        _, call, result = to_messages(items, None)
         function = call["tool_calls"][0]["function"]
         assert (function["name"], json.loads(function["arguments"])) == ("apply_patch", {"input": CUSTOM["input"]})
         assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", "Done", "c1")

@@ -12,7 +12,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from outrider.platform.http.openai.responses.conversation import items_of, messages_of
+from outrider.platform.http.openai.responses.conversation import parse_items, to_messages
 from outrider.platform.http.openai.responses.output import OutputItems
 from outrider.platform.http.openai.tools.formats import FORMATS
 from outrider.platform.http.openai.tools.parser import ForcedCalls, FormatParser
@@ -234,7 +234,7 @@ def test_forms_and_forced_calls(http, llm):
 
 
 def test_items_become_messages():
-    items = items_of(
+    items = parse_items(
         [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -249,7 +249,7 @@ def test_items_become_messages():
             {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"},
         ]
     )
-    system, instructions, user, assistant, *outputs, text, last = messages_of(items, "Instructions")
+    system, instructions, user, assistant, *outputs, text, last = to_messages(items, "Instructions")
     assert [system, instructions] == [{"role": "system", "content": text} for text in ("Instructions", "Be brief.")]
     assert user["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert (assistant["content"], assistant["reasoning_content"]) == ("I look.", "hm")

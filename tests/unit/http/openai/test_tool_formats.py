@@ -10,7 +10,7 @@ import pytest
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
 from outrider.platform.client.text.chat_template import render_messages
-from outrider.platform.http.openai.tools.formats import FORMATS, format_of
+from outrider.platform.http.openai.tools.formats import FORMATS, find_template
 from outrider.platform.http.openai.tools.parser import AnswerParser, ForcedCalls, FormatParser
 
 from .format_answers import ANSWERS, JSON, NOTHING, WEATHER
@@ -124,11 +124,11 @@ class Tokenizer:
 def test_a_format_is_guessed_from_the_chat_template(template, kind):
     tokenizer = Tokenizer()
     tokenizer.chat_template = template
-    assert format_of(None, tokenizer) == FORMATS[kind]
-    assert format_of("pythonic", tokenizer) == FORMATS["pythonic"]
+    assert find_template(None, tokenizer) == FORMATS[kind]
+    assert find_template("pythonic", tokenizer) == FORMATS["pythonic"]
     tokenizer.response_template = {"own": 1}
-    assert format_of(None, tokenizer) == {"own": 1}
-    assert format_of(None, Tokenizer()) is None
+    assert find_template(None, tokenizer) == {"own": 1}
+    assert find_template(None, Tokenizer()) is None
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_the_template_for_gemma_3(repo_root):
     assert first.endswith("\n\nWeather?<end_of_turn>\n")
     text = answer.removeprefix("model\n").removesuffix("<end_of_turn>\n")
     tokenizer.chat_template = template
-    assert format_of(None, tokenizer) == FORMATS["pythonic"]
+    assert find_template(None, tokenizer) == FORMATS["pythonic"]
     assert parse(FormatParser(FORMATS["pythonic"], "", with_calls=True), [text]) == {"tool_calls": [WEATHER, NOTHING]}
     assert (result, last) == ("user\n```tool_output\nrain\n```<end_of_turn>\n", "model\n")
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from outrider.platform.core.errors import EngineDeadError, OverloadedError
-from outrider.platform.core.logs import REQUEST_LOGGER, fields_of
+from outrider.platform.core.logs import REQUEST_LOGGER, extra_fields
 from outrider.platform.http.openai import event_stream
 from outrider.platform.http.protect import accounting
 from outrider.platform.tenancy.accounts.principal import Limits
@@ -353,7 +353,7 @@ def test_the_wait_for_a_slot_is_in_the_metrics(ledger_server, llm, caplog):
         def total(name):  # of both requests: the first one waited for nothing
             return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"outrider:{name}_sum"))
 
-        logged = {fields["id"]: fields for record in caplog.records if "id" in (fields := fields_of(record))}
+        logged = {fields["id"]: fields for record in caplog.records if "id" in (fields := extra_fields(record))}
         line = logged.pop(row.request_id)
         [before] = logged.values()
         assert line["first_token_seconds"] >= line["queue_seconds"] >= 0.3

@@ -24,7 +24,7 @@ class Fused:
         self.adapters: list[list[object]] = []
         self.store = HiddenStore(WIDTH, self._fuse, torch.device("cpu"), adapts=True)
         halves = (torch.zeros(NUM_BLOCKS, 1, BLOCK, WIDTH // 2) for _ in range(2))
-        self.store.bind(LayerKV(*halves), lambda rows: [name for name, count in rows for _ in range(count)])
+        self.store.bind_layer(LayerKV(*halves), lambda rows: [name for name, count in rows for _ in range(count)])
 
     def _fuse(self, states, adapters):
         self.sizes.append(len(states[0]))

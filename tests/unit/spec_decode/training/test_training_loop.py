@@ -17,7 +17,7 @@ from outrider.platform.core.errors import InvalidRequestError, OutriderError
 from outrider.spec_decode.training import run as run_module
 from outrider.spec_decode.training import target as target_module
 from outrider.spec_decode.training.data import plan_batches
-from outrider.spec_decode.training.measurement import rounds_of, summarize
+from outrider.spec_decode.training.measurement import count_rounds, summarize
 from outrider.spec_decode.training.run import train_draft
 from outrider.spec_decode.training.target import Target, choose_aux_layers, import_peft
 from outrider.spec_decode.training.trainer import rate_factor
@@ -40,7 +40,7 @@ def test_rounds_are_those_of_a_verification(data, k):
         expected.append(accepted)
         at += accepted + 1
     hits = [[guess == token for guess in row] for row, token in zip(guesses, text, strict=True)]
-    assert rounds_of(hits, k) == expected
+    assert count_rounds(hits, k) == expected
 
 
 def test_summary():

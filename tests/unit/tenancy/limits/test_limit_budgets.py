@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from limit_helpers import Clock, Usage, refused, run, settle
 
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
-from outrider.platform.tenancy.limits.budgets import Budget, period_of
+from outrider.platform.tenancy.limits.budgets import Budget, period_bounds
 from outrider.platform.tenancy.limits.demand import Demand
 from outrider.platform.tenancy.limits.limiter import Limiter
 
@@ -30,15 +30,15 @@ def at(text: str) -> float:
     ],
 )
 def test_periods(period, now, start, end):
-    assert period_of(period, at(now)) == (at(start), at(end))
+    assert period_bounds(period, at(now)) == (at(start), at(end))
 
 
 @given(st.sampled_from(["day", "week", "month"]), st.floats(0, 4e9))
 def test_periods_follow_each_other(period, now):
-    start, end = period_of(period, now)
+    start, end = period_bounds(period, now)
     assert start <= now < end
-    assert period_of(period, start) == (start, end)
-    assert period_of(period, end)[0] == end
+    assert period_bounds(period, start) == (start, end)
+    assert period_bounds(period, end)[0] == end
 
 
 def test_a_request_that_ends_during_a_reading_counts_once():
