@@ -23,11 +23,6 @@ constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // of states read; fewer do 
 constexpr int MOST = LANES / 2;                     // tokens of a block: their keys and queries fill a vector
 constexpr float EPS = 1e-6f;                        // of the norms of queries and keys
 
-struct Strided {
-    const void* data;
-    int64_t stride;  // elements from one token to the next
-};
-
 struct Call {
     Strided mixed, gate, beta, decay;
     const float *rate, *rate_bias, *scale;
@@ -80,24 +75,6 @@ void unit(const E* x, float* y, int64_t size, float scale) {
     }
     scale /= std::sqrt(sum(squares) + EPS);
     for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i, size - i) * scale);
-}
-
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
-template <typename E>
-inline float element(const Strided& part, int64_t token, int64_t i) {
-    return to_float(((const E*)part.data)[token * part.stride + i]);
-}
-
-// Stores past the cache, where the machine can.
-inline void stream(float* p, Vec value) {
-#if OUTRIDER_LANES == 16
-    _mm512_stream_ps(p, (__m512)value);
-#elif OUTRIDER_LANES == 8
-    _mm256_stream_ps(p, (__m256)value);
-#else
-    store(p, value);
-#endif
 }
 
 // W vectors of columns of a state, or with TAIL one of `left` columns.
@@ -156,13 +133,13 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
     f.streams = streams;
     float decay[N];
     for (int i = 0; i < N; i++) {
-        const E* row = (const E*)call.mixed.data + (token + i) * call.mixed.stride;
+        const E* row = call.mixed.row<E>(token + i);
         unit(row + key_head * key_dim, s.query + i * s.width, key_dim, 1.0f / std::sqrt((float)key_dim));
         unit(row + keys + key_head * key_dim, s.key + i * s.width, key_dim, 1.0f);
         const E* value = row + 2 * keys + head * value_dim;
         for (int64_t v = 0; v < value_dim; v += LANES)
             store(s.delta + i * s.value_width + v, load(value + v, value_dim - v));
-        const float a = element<E>(call.decay, token + i, head), b = element<E>(call.beta, token + i, head);
+        const float a = call.decay.element<E>(token + i, head), b = call.beta.element<E>(token + i, head);
         decay[i] = std::exp(-call.rate[head] * softplus(a + call.rate_bias[head]));
         f.beta[i] = call.beta_scale / (1.0f + std::exp(-b));
         f.total[i] = (i ? f.total[i - 1] : 1.0f) * decay[i];
@@ -206,7 +183,7 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
             squares = multiply_add(value, value, squares);
         }
         const float inverse = 1.0f / std::sqrt(sum(squares) + call.root * call.root);
-        const E* gate = (const E*)call.gate.data + (token + i) * call.gate.stride + head * value_dim;
+        const E* gate = call.gate.row<E>(token + i) + head * value_dim;
         E* out = (E*)call.out + ((token + i) * call.value_heads + head) * value_dim;
         for (int64_t v = 0; v < value_dim; v += LANES) {
             const Vec g = load(gate + v, value_dim - v);
@@ -216,40 +193,15 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
     }
 }
 
-template <typename E, int N>
-void block_of(int64_t count, const Call& call, Scratch& s, int64_t token, int64_t head, const float* state,
-              float* after, bool streams) {
-    if constexpr (N > 1)
-        if (count < N) return block_of<E, N - 1>(count, call, s, token, head, state, after, streams);
-    block<E, N>(call, s, token, head, state, after, streams);
-}
-
 template <typename E>
 void head_of_row(const Call& call, const StateRows& rows, int64_t row, int64_t head) {
-    const int64_t size = call.key_dim * call.value_dim;
-    const auto slot = [&](int64_t i) { return call.memory + (i * call.value_heads + head) * size; };
     thread_local Scratch s;
     s.resize(call.key_dim, call.value_dim);
-    const float* state = slot(rows.sources[row]);
-    const bool aligned = (uintptr_t)call.memory % sizeof(Vec) == 0 && call.value_dim % LANES == 0;
-    const int64_t first = rows.firsts[row], count = rows.firsts[row + 1] - first;
-    int64_t write = rows.write_firsts[row];
-    const int64_t last_write = rows.write_firsts[row + 1];
-    for (int64_t t = 0; t < count;) {
-        const int64_t end = write < last_write ? rows.offsets[write] : count;
-        const int64_t tokens = end - t < MOST ? end - t : MOST;
-        const bool writes = write < last_write && t + tokens == end;
-        float* after = writes ? slot(rows.slots[write]) : s.state;
-        const bool streams = aligned && count == 1 && write + 1 == last_write && after != state;
-        block_of<E, MOST>(tokens, call, s, first + t, head, state, after, streams);
-        state = after;
-        t += tokens;
-        for (bool is_first = true; write < last_write && rows.offsets[write] == t; write++, is_first = false)
-            if (!is_first) std::memcpy(slot(rows.slots[write]), state, size * sizeof(float));
-    }
-#ifdef __AVX2__
-    if (aligned) _mm_sfence();  // before other threads read what was streamed
-#endif
+    const HeadStates states(call.memory, call.value_heads, head, call.key_dim, call.value_dim);
+    const auto compute = [&](auto n, int64_t token, const float* state, float* after, bool streams) {
+        block<E, decltype(n)::value>(call, s, token, head, state, after, streams);
+    };
+    compute_blocks<MOST>(rows, row, states, s.state, compute);
 }
 
 template <typename E>

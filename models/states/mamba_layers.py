@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ...kernels.mamba2 import GroupNorm, MixerWeights, Projected, mamba2
 from ..batch import ForwardBatch
 from ..decoder_layer import GeneralLayer, entering
 from ..families.state_layers import Mamba2
@@ -16,7 +16,6 @@ from ..layers.linear import AdapterRows, Linear
 from ..layers.mlp import Mlp
 from ..layers.weights import RenamedSlot, WeightSlot
 from .convolution import Convolution
-from .mamba2 import ScanInputs, scan
 from .memory import LayerStates
 
 
@@ -67,31 +66,15 @@ class MambaMixer:
         if self._factors is not None:
             projected = projected * self._factors
         gate, mixed, step = projected.split(self._widths, 1)
-        mixed = self._convolution.forward(mixed, batch.states, memory, silu=True).float()
-        parts = states.groups * states.state_dim
-        x, key, query = mixed.split([states.size, parts, parts], 1)
-        x = x.unflatten(1, (states.heads, -1))
-        step = F.softplus(step.float() + vectors["dt_bias"]).clamp(*states.time_step_limit)
-        inputs = ScanInputs(
-            value=x * step.unsqueeze(-1),
-            decay=step * vectors["A_log"],
-            key=key.unflatten(1, (states.groups, -1)),
-            query=query.unflatten(1, (states.groups, -1)),
+        mixed = self._convolution.forward(mixed, batch.states, memory, silu=True)
+        norm = None
+        if states.norm != "none":
+            norm = GroupNorm(vectors["norm.weight"], self._eps, states.norm == "before_gate")
+        weights = MixerWeights(
+            vectors["A_log"], vectors["dt_bias"], vectors["D"], norm, states.groups, states.time_step_limit
         )
-        y = scan(inputs, batch.states, memory.recurrent) + x * vectors["D"].unsqueeze(-1)
-        return times(self.out.forward(self._gated(y.flatten(1), gate.float()).to(normed.dtype), batch), scale_out)
-
-    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Result [T, size] in float32, gated and maybe normalised by groups."""
-        kind = self._states.norm
-        if kind != "before_gate":
-            y = y * F.silu(gate)
-        if kind == "none":
-            return y
-        grouped = y.unflatten(1, (self._states.groups, -1))
-        grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps)
-        y = grouped.flatten(1) * self._vectors["norm.weight"]
-        return y * F.silu(gate) if kind == "before_gate" else y
+        y = mamba2(Projected(mixed, gate, step), weights, batch.states, memory.recurrent)
+        return times(self.out.forward(y, batch), scale_out)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names, but for the projections'."""
