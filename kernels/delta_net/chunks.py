@@ -20,8 +20,10 @@ from ..compile_case import CompileCase, make_case
 from ..state_plan import CHUNK, StatePlan
 from ..state_rows import softplus, store_state, writes_of
 
-_PIECE = 64
-"""Rows of a state that are multiplied at a time; a program carries up to four such pieces."""
+_PIECE = 32
+"""Rows of a state that are multiplied at a time."""
+_SMALL_PIECE = 16
+"""The same in float32, and for `_read_kernel`, which has two sums of products in registers."""
 _COLUMNS = 32
 """Columns of a state in a program."""
 
@@ -117,7 +119,6 @@ def _carry_kernel(
     key_heads,
     key_dim,
     value_dim,
-    PIECES: tl.constexpr,
     PIECE: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -132,67 +133,50 @@ def _carry_kernel(
     keys = (key_heads + head // (heads // key_heads)) * key_dim
     values = 2 * key_heads * key_dim + head * value_dim
     elements = tl.arange(0, PIECE)
-    piece = PIECE * value_dim  # elements of one
-    places = (head * key_dim + elements[:, None]) * value_dim + columns[None, :]
-    inside_0 = (elements < key_dim)[:, None] & is_column[None, :]
-    inside_1 = (elements < key_dim - PIECE)[:, None] & is_column[None, :]
-    inside_2 = (elements < key_dim - 2 * PIECE)[:, None] & is_column[None, :]
-    inside_3 = (elements < key_dim - 3 * PIECE)[:, None] & is_column[None, :]
-    state_0 = tl.load(states + source * stride + places, mask=inside_0, other=0.0)
-    if PIECES > 1:
-        state_1 = tl.load(states + source * stride + places + piece, mask=inside_1, other=0.0)
-    if PIECES > 2:
-        state_2 = tl.load(states + source * stride + places + 2 * piece, mask=inside_2, other=0.0)
-        state_3 = tl.load(states + source * stride + places + 3 * piece, mask=inside_3, other=0.0)
     row_chunks = chunks + 2 * num_chunks + row
-    for chunk in range(tl.load(row_chunks), tl.load(row_chunks + 1)):
+    first_chunk, end_chunk = tl.load(row_chunks), tl.load(row_chunks + 1)
+    for piece in range(0, key_dim, PIECE):
+        places = (head * key_dim + piece + elements[:, None]) * value_dim + columns[None, :]
+        inside = (elements < key_dim - piece)[:, None] & is_column[None, :]
+        state = tl.load(states + source * stride + places, mask=inside, other=0.0)
+        tl.store(before + first_chunk * stride + places, state, mask=inside)
+    for chunk in range(first_chunk, end_chunk):
+        tl.debug_barrier()  # other threads have written the chunk's state
         begin, count = tl.load(chunks + chunk), tl.load(chunks + num_chunks + chunk)
-        tl.store(before + chunk * stride + places, state_0, mask=inside_0)
-        key = _vectors(mixed, begin, count, keys, key_dim, mixed_stride, PIECE, CHUNK)
-        known, squares = tl.dot(key, state_0, input_precision=PRECISION), tl.sum(key * key, axis=1)
-        if PIECES > 1:
-            tl.store(before + chunk * stride + places + piece, state_1, mask=inside_1)
-            key = _vectors(mixed, begin, count, keys + PIECE, key_dim - PIECE, mixed_stride, PIECE, CHUNK)
-            known, squares = tl.dot(key, state_1, known, input_precision=PRECISION), squares + tl.sum(key * key, axis=1)
-        if PIECES > 2:
-            tl.store(before + chunk * stride + places + 2 * piece, state_2, mask=inside_2)
-            key = _vectors(mixed, begin, count, keys + 2 * PIECE, key_dim - 2 * PIECE, mixed_stride, PIECE, CHUNK)
-            known, squares = tl.dot(key, state_2, known, input_precision=PRECISION), squares + tl.sum(key * key, axis=1)
-            tl.store(before + chunk * stride + places + 3 * piece, state_3, mask=inside_3)
-            key = _vectors(mixed, begin, count, keys + 3 * PIECE, key_dim - 3 * PIECE, mixed_stride, PIECE, CHUNK)
-            known, squares = tl.dot(key, state_3, known, input_precision=PRECISION), squares + tl.sum(key * key, axis=1)
+        known = tl.zeros((CHUNK, COLUMNS), dtype=tl.float32)
+        squares = tl.zeros((CHUNK,), dtype=tl.float32)
+        for piece in range(0, key_dim, PIECE):
+            places = (head * key_dim + piece + elements[:, None]) * value_dim + columns[None, :]
+            inside = (elements < key_dim - piece)[:, None] & is_column[None, :]
+            state = tl.load(before + chunk * stride + places, mask=inside, other=0.0)
+            key = _vectors(mixed, begin, count, keys + piece, key_dim - piece, mixed_stride, PIECE, CHUNK)
+            known = tl.dot(key, state, known, input_precision=PRECISION)
+            squares += tl.sum(key * key, axis=1)
         unit = tl.rsqrt(squares + epsilon)
         strength, total = _gates(
             beta, decay, rate, rate_bias, begin, count, head, beta_scale, beta_stride, decay_stride, CHUNK
         )
-        inside = (tokens < count)[:, None] & is_column[None, :]
+        has_value = (tokens < count)[:, None] & is_column[None, :]
         value = mixed + (begin + tokens)[:, None] * mixed_stride + values + columns[None, :]
-        value = tl.load(value, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(value, mask=has_value, other=0.0).to(tl.float32)
         side = strength[:, None] * (value - (tl.exp(total) * unit)[:, None] * known)
         solved = ((chunk * heads + head) * CHUNK + tokens[:, None]) * CHUNK + tokens[None, :]
         delta = tl.dot(tl.load(inverse + solved), side, input_precision=PRECISION)
-        tl.store(deltas + ((begin + tokens)[:, None] * heads + head) * value_dim + columns[None, :], delta, mask=inside)
+        target = deltas + ((begin + tokens)[:, None] * heads + head) * value_dim + columns[None, :]
+        tl.store(target, delta, mask=has_value)
         whole = tl.sum(tl.where(tokens == CHUNK - 1, total, 0.0), 0)  # rounded as the sums of the last tokens
-        kept = tl.exp(whole)
         delta *= (tl.exp(whole - total) * unit)[:, None]
-        key = tl.trans(_vectors(mixed, begin, count, keys, key_dim, mixed_stride, PIECE, CHUNK))
-        state_0 = tl.dot(key, delta, state_0 * kept, input_precision=PRECISION)
-        length = begin + count - first
-        end = store_state(states + places, state_0, inside_0, stride, offsets, slots, write, last_write, length)
-        if PIECES > 1:
-            key = tl.trans(_vectors(mixed, begin, count, keys + PIECE, key_dim - PIECE, mixed_stride, PIECE, CHUNK))
-            state_1 = tl.dot(key, delta, state_1 * kept, input_precision=PRECISION)
-            target = states + places + piece
-            store_state(target, state_1, inside_1, stride, offsets, slots, write, last_write, length)
-        if PIECES > 2:
-            key = _vectors(mixed, begin, count, keys + 2 * PIECE, key_dim - 2 * PIECE, mixed_stride, PIECE, CHUNK)
-            state_2 = tl.dot(tl.trans(key), delta, state_2 * kept, input_precision=PRECISION)
-            target = states + places + 2 * piece
-            store_state(target, state_2, inside_2, stride, offsets, slots, write, last_write, length)
-            key = _vectors(mixed, begin, count, keys + 3 * PIECE, key_dim - 3 * PIECE, mixed_stride, PIECE, CHUNK)
-            state_3 = tl.dot(tl.trans(key), delta, state_3 * kept, input_precision=PRECISION)
-            target = states + places + 3 * piece
-            store_state(target, state_3, inside_3, stride, offsets, slots, write, last_write, length)
+        end = write
+        for piece in range(0, key_dim, PIECE):
+            places = (head * key_dim + piece + elements[:, None]) * value_dim + columns[None, :]
+            inside = (elements < key_dim - piece)[:, None] & is_column[None, :]
+            state = tl.load(before + chunk * stride + places, mask=inside, other=0.0) * tl.exp(whole)
+            key = _vectors(mixed, begin, count, keys + piece, key_dim - piece, mixed_stride, PIECE, CHUNK)
+            state = tl.dot(tl.trans(key), delta, state, input_precision=PRECISION)
+            if chunk + 1 < end_chunk:
+                tl.store(before + (chunk + 1) * stride + places, state, mask=inside)
+            length = begin + count - first
+            end = store_state(states + places, state, inside, stride, offsets, slots, write, last_write, length)
         write = end
 
 
@@ -278,40 +262,35 @@ def compute(inputs: tuple, weights: tuple, plan: StatePlan, states: Tensor, resu
     _carry_kernel[(plan.num_rows, heads, blocks)](
         *(*shared, plan.table, chunks, inverse, states, before, deltas, epsilon, beta_scale, plan.num_rows, count),
         *(*strides, *sizes, value_dim),
-        **{"PIECES": _pieces(key_dim), "COLUMNS": _COLUMNS, **constants},
+        **{"COLUMNS": _COLUMNS, **constants},
+        num_warps=8,
         num_stages=1,
     )
     _read_kernel[(count, heads, blocks)](
         *(*shared, chunks, before, deltas, results, scale, epsilon, count, *strides, *sizes, value_dim),
-        **{"COLUMNS": _COLUMNS, **constants},
+        **{"COLUMNS": _COLUMNS, **constants, "PIECE": _SMALL_PIECE},
+        num_warps=8,
         num_stages=1,
     )
 
 
-def _pieces(key_dim: int) -> int:
-    """Pieces of a state that a program carries."""
-    return triton.next_power_of_2(triton.cdiv(key_dim, _PIECE))
-
-
 def _constants(is_float32: bool) -> dict[str, object]:
     """Constants of all kernels. TF32 has all bits of bfloat16 and float16; three such products have float32's."""
-    return {"PIECE": _PIECE, "CHUNK": CHUNK, "PRECISION": "tf32x3" if is_float32 else "tf32"}
+    precision = "tf32x3" if is_float32 else "tf32"
+    return {"PIECE": _SMALL_PIECE if is_float32 else _PIECE, "CHUNK": CHUNK, "PRECISION": precision}
 
 
 def compile_cases() -> list[CompileCase]:
-    """Cases of all kernels, each dtype and number of pieces."""
+    """Cases of all kernels, each dtype."""
     cases = []
-    for dtype, pieces in (("bf16", 2), ("fp16", 1), ("fp32", 2), ("bf16", 4), ("fp32", 4)):
+    for dtype in ("bf16", "fp16", "fp32"):
         constants = _constants(dtype == "fp32")
         shared = {"mixed beta decay": f"*{dtype}", "rate rate_bias": "*fp32", "chunks": "*i64", "epsilon": "fp32"}
-        types = shared | {"table": "*i64", "inverse states before deltas": "*fp32", "beta_scale": "fp32"}
-        carry = constants | {"PIECES": pieces, "COLUMNS": _COLUMNS}
-        cases.append(make_case(f"delta_net carry {dtype} {pieces}", _carry_kernel, carry, types, num_stages=1))
-        if pieces == 4:
-            continue
         types = shared | {"inverse": "*fp32", "beta_scale": "fp32"}
         cases.append(make_case(f"delta_net solve {dtype}", _solve_kernel, constants, types, num_stages=1))
-        types = shared | {"before deltas out": "*fp32", "scale": "fp32"}
-        read = constants | {"COLUMNS": _COLUMNS}
-        cases.append(make_case(f"delta_net read {dtype}", _read_kernel, read, types, num_stages=1))
+        types |= {"table": "*i64", "states before deltas": "*fp32"}
+        constants |= {"COLUMNS": _COLUMNS}
+        cases.append(make_case(f"delta_net carry {dtype}", _carry_kernel, constants, types, num_warps=8, num_stages=1))
+        types, constants = shared | {"before deltas out": "*fp32", "scale": "fp32"}, constants | {"PIECE": _SMALL_PIECE}
+        cases.append(make_case(f"delta_net read {dtype}", _read_kernel, constants, types, num_warps=8, num_stages=1))
     return cases

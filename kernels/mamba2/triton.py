@@ -24,10 +24,8 @@ _COLUMNS = 16
 """Columns of a state in a program that computes token by token: 256 rows of them are 32 registers of a thread."""
 _CHUNK_COLUMNS = 32
 """Columns of a state in a program that computes chunks."""
-_CARRY_ROWS = 32
-"""Rows of a state in a program that carries it from chunk to chunk."""
-_SCAN_ROWS = 16
-"""Rows of states that are multiplied at a time."""
+_ROWS = 16
+"""Rows of a state in a program that carries it from chunk to chunk, and rows that others multiply at a time."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -248,15 +246,15 @@ def mamba2(inputs: Projected, weights: MixerWeights, plan: StatePlan, states: Te
         return _gated(results, gate, weights, mixed.dtype)
     before = states.new_empty((plan.num_chunks, heads, state_dim, head_dim))
     constants = {"CHUNK": CHUNK, "PRECISION": _precision(mixed.dtype == torch.float32)}
-    blocks = triton.cdiv(state_dim, _CARRY_ROWS) * triton.cdiv(head_dim, _CHUNK_COLUMNS)
+    blocks = triton.cdiv(state_dim, _ROWS) * triton.cdiv(head_dim, _CHUNK_COLUMNS)
     _carry_kernel[(plan.num_rows, heads, blocks)](
         *(*vectors, plan.table, plan.chunks, states, before, *limits, plan.num_rows, plan.num_chunks, *sizes),
-        **{"ROWS": _CARRY_ROWS, "COLUMNS": _CHUNK_COLUMNS, **constants},
+        **{"ROWS": _ROWS, "COLUMNS": _CHUNK_COLUMNS, **constants},
         num_stages=1,
     )
     _scan_kernel[(plan.num_chunks, heads, triton.cdiv(head_dim, _CHUNK_COLUMNS))](
         *(*vectors, weights.skip, plan.chunks, before, results, *limits, plan.num_chunks, *sizes),
-        **{"ROWS": _SCAN_ROWS, "COLUMNS": _CHUNK_COLUMNS, **constants},
+        **{"ROWS": _ROWS, "COLUMNS": _CHUNK_COLUMNS, **constants},
     )
     return _gated(results, gate, weights, mixed.dtype)
 
@@ -294,9 +292,9 @@ def compile_cases() -> list[CompileCase]:
         cases.append(make_case(f"mamba2 {dtype} n{size}", _step_kernel, {"N": size, "COLUMNS": _COLUMNS}, types))
         constants = {"COLUMNS": _CHUNK_COLUMNS, "CHUNK": CHUNK, "PRECISION": _precision(dtype == "fp32")}
         types = shared | {"states before": "*fp32", "table chunks": "*i64"}
-        rows = {"ROWS": _CARRY_ROWS}
+        rows = {"ROWS": _ROWS}
         cases.append(make_case(f"mamba2 carry {dtype}", _carry_kernel, constants | rows, types, num_stages=1))
-        types, rows = shared | {"skip before out": "*fp32", "chunks": "*i64"}, {"ROWS": _SCAN_ROWS}
+        types, rows = shared | {"skip before out": "*fp32", "chunks": "*i64"}, {"ROWS": _ROWS}
         cases.append(make_case(f"mamba2 scan {dtype}", _scan_kernel, constants | rows, types))
     for dtype, width, has_norm in (("bf16", 1024, True), ("fp16", 8192, True), ("fp32", 4096, False)):
         constants = {"WIDTH": width, "HAS_NORM": has_norm, "IS_BEFORE_GATE": dtype == "fp16"}

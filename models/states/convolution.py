@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.short_convolution import Filters, short_convolution
-from ..layers.weights import WeightSlot
+from ..layers.weights import RenamedSlot, WeightSlot
 from .memory import LayerStates, StatePass
 
 
@@ -42,6 +42,12 @@ class Convolution:
                 slots[f"{name}.bias"] = WeightSlot((channels,), self._load_bias, 0.02)
             first += channels
         return slots
+
+    def merged_slots(self, name: str) -> dict[str, RenamedSlot]:
+        """Slot of one module `name` with the channels of all."""
+        weights = tuple(f"{part}.weight" for part in self._parts)
+        slot = WeightSlot((sum(self._parts.values()), 1, self._kernel), partial(self._load, 0), self._kernel**-0.5)
+        return {f"{name}.weight": RenamedSlot(slot, weights)}
 
     def _load(self, first: int, tensor: Tensor) -> None:
         if self._taps is None:

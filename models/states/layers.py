@@ -10,7 +10,7 @@ from ..batch import ForwardBatch, LayerKV
 from ..decoder_layer import DecoderLayer, GeneralLayer
 from ..families.state_layers import DeltaNet, Mamba2, ShortConv, StateLayers
 from ..layers.norm import RMSNorm
-from ..layers.weights import WeightSlot
+from ..layers.weights import RenamedSlot, WeightSlot
 from .convolution import Convolution
 from .mamba_layers import MambaLayer, ParallelMambaLayer
 from .memory import LayerStates, StateSpec
@@ -111,6 +111,11 @@ class DeltaNetLayer(GeneralLayer):
         slots[f"{self._module}.A_log"] = WeightSlot(shape, self._load_rate)
         slots[f"{self._module}.dt_bias"] = WeightSlot(shape, self._load_rate_bias)
         return slots
+
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """See DecoderLayer. transformers' OLMo Hybrid has one convolution, which files may keep."""
+        merged = self._convolution.merged_slots(f"{self._module}.conv1d")
+        return super().renamed_slots() | (merged if len(self._states.names.convolutions) > 1 else {})
 
     def _load_rate(self, tensor: Tensor) -> None:
         self._rate = self._rounded(tensor).exp()

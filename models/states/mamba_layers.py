@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ...kernels.mamba2 import GroupNorm, MixerWeights, Projected, mamba2
 from ..batch import ForwardBatch
+from ..config import DecoderConfig
 from ..decoder_layer import GeneralLayer, entering
 from ..families.state_layers import Mamba2
 from ..layers.linear import AdapterRows, Linear
 from ..layers.mlp import Mlp
+from ..layers.norm import RMSNorm
 from ..layers.weights import RenamedSlot, WeightSlot
 from .convolution import Convolution
 from .memory import LayerStates
@@ -166,8 +168,40 @@ class SingleLayer(GeneralLayer):
 
     def forward_deferred(self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: Any) -> Any:
         """See DecoderLayer."""
-        normed, hidden = entering(self._before_attention, hidden, delta)
+        if hidden.dtype == self._config.dtype:
+            normed, hidden = entering(self._before_attention, hidden, delta)
+        else:  # see FloatResidual
+            normed, _ = entering(self._before_attention, hidden.to(self._config.dtype), delta)
         return hidden, self._mix(normed, batch, kv)
+
+
+class FloatResidual:
+    """Start and end of a residual stream in float32, to which layers in the model's dtype add."""
+
+    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
+        """`norm`: that of the last layer's result."""
+        self._norm, self._dtype = norm, dtype
+
+    def enter(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Residual stream [T, H] that the first layer reads, from embeddings."""
+        return hidden.float()
+
+    def leave(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Normed result [T, H] in the model's dtype."""
+        return self._norm(hidden).to(self._dtype)
+
+    def linears(self) -> list[Linear]:
+        """None."""
+        return []
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots of the norm."""
+        return self._norm.weight_slots()
+
+
+def has_float_residual(config: DecoderConfig) -> bool:
+    """True when layers add their results in float32, and compute in another dtype."""
+    return isinstance(config.states, Mamba2) and config.states.float_residual and config.dtype != torch.float32
 
 
 class SingleMamba(SingleLayer, MambaLayer):
