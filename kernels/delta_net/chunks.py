@@ -29,7 +29,9 @@ _COLUMNS = 32
 
 
 @triton.jit
-def _gates(beta, decay, rate, rate_bias, begin, count, head, beta_scale, beta_stride, decay_stride, CHUNK: tl.constexpr):
+def _gates(
+    beta, decay, rate, rate_bias, begin, count, head, beta_scale, beta_stride, decay_stride, CHUNK: tl.constexpr
+):
     """b of a chunk's tokens, and the sum of g up to each; tokens after its `count` leave a state as it is."""
     tokens = tl.arange(0, CHUNK)
     given = tl.load(decay + (begin + tokens) * decay_stride + head, mask=tokens < count, other=0.0).to(tl.float32)

@@ -71,9 +71,7 @@ def _step_kernel(
         state = state * tl.exp(speed * dt) + b[:, None] * (x * dt)[None, :]
         y = tl.sum(state * c[:, None], axis=0) + direct * x
         tl.store(out + (token * heads + head) * head_dim + columns, y, mask=is_column)
-        write = store_state(
-            places, state, inside, heads * size, offsets, slots, write, last_write, token - first + 1
-        )
+        write = store_state(places, state, inside, heads * size, offsets, slots, write, last_write, token - first + 1)
 
 
 @triton.jit

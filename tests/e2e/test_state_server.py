@@ -39,7 +39,15 @@ def tuned(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(start_server, tuned):
     root, _ = tuned
-    options = ["--enable-lora", "--lora-modules", f"tuned={root / 'tuned'}", "--max-model-len", "256", "--dtype", "float32"]
+    options = [
+        "--enable-lora",
+        "--lora-modules",
+        f"tuned={root / 'tuned'}",
+        "--max-model-len",
+        "256",
+        "--dtype",
+        "float32",
+    ]
     served = start_server(str(root / "base"), *options, "--speculative-config", json.dumps(DRAFTER))
     with served.http() as http:
         yield served, http

@@ -109,7 +109,9 @@ def test_filters_of_values_that_are_wider_than_keys(tmp_path):
     model = build(Family("OlmoHybrid", OLMO_HYBRID | {"linear_value_head_dim": 24}))
     model.save_pretrained(tmp_path)
     prompt, file = list(range(5, 60)), tmp_path / "model.safetensors"
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0
+    )
     with pytest.raises(InvalidRequestError, match="v_conv1d.weight .58, 1, 4. instead of .96, 1, 4."):
         LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=128)
     tensors = {name: tensor for name, tensor in load_file(file).items() if "conv1d" not in name}

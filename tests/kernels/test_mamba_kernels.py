@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.kernels.mamba2 import native, torch as reference
+from outrider.kernels.mamba2 import native
+from outrider.kernels.mamba2 import torch as reference
 
 from .avx2_library import MACHINES, kernels_of
 from .mamba_cases import NORMS, make_mixer, mixer_definition
