@@ -117,8 +117,8 @@ class StatePlan:
 
     @cached_property
     def chunks(self) -> Tensor:
-        """Chunks of all rows as kernels read them, one int64 array: the first token of each [C], its tokens [C], and the
-        index of each row's first chunk and C [B + 1]."""
+        """Chunks of all rows as kernels read them, one int64 array: the first token of each [C], its tokens [C]; the
+        index of each row's first chunk, and C [B + 1]."""
         counts = [count for row in self._chunk_counts for count in row]
         firsts = accumulate(counts[:-1], initial=0)
         return self._tensor([*firsts, *counts, 0, *accumulate(map(len, self._chunk_counts))])

@@ -1,7 +1,9 @@
-"""Recurrence of Mamba-2 on GPUs: a program holds some columns of the state of a row's head, and goes through its tokens.
+"""Recurrence of Mamba-2 on GPUs.
 
-Decodes and verified drafts token by token; longer rows in chunks, as products of matrices (section 6). The state is
-stored where the plan writes it. A norm needs all columns of a token, so a second launch gates and normalises.
+Decodes and verified drafts are computed token by token: a program holds some columns of the state of a row's head.
+Longer rows are computed in chunks, as products of matrices (section 6): one launch carries the states from chunk to
+chunk, and one computes the results of all chunks. States are stored where the plan writes them. A norm needs all
+columns of a token, so another launch gates and normalises.
 """
 
 from __future__ import annotations
@@ -258,7 +260,7 @@ def mamba2(inputs: Projected, weights: MixerWeights, plan: StatePlan, states: Te
 
 
 def _precision(is_float32: bool) -> str:
-    """Precision of products of matrices: TF32 has all bits of bfloat16 and float16, and three such products float32's."""
+    """Precision of products: TF32 has all bits of bfloat16 and float16; three such products have float32's."""
     return "tf32x3" if is_float32 else "tf32"
 
 
