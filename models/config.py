@@ -15,6 +15,7 @@ from .expert_config import ExpertConfig, read_experts
 from .families import CLASSIFIER, PRE_NORMS, FamilyTraits, NormNames, supported_architectures, traits_of
 from .families.block import Block
 from .families.chunked_layers import ChunkedLayers
+from .families.gguf_states import FOLDED
 from .families.state_layers import StateLayers
 from .families.varied_layers import VariedLayers
 from .latent_config import LatentConfig, latent_scale, read_latent
@@ -108,7 +109,7 @@ class DecoderConfig:
     state_norms: NormNames | None = None
     """Norms of layers with a recurrent state, which then have none of queries and keys; None: as the others."""
     aliases: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Module of a layer for each other name that checkpoints have for a norm."""
+    """Module of a layer for each other name that checkpoints have for it."""
     norm_offset: float = 0.0
     """Number that is added to the stored weights of norms."""
     hidden_act: str = "silu"
@@ -139,6 +140,8 @@ class DecoderConfig:
     """Factor of the logits, before the cap."""
     logit_cap: float | None = None
     """Cap of the logits."""
+    folded_factors: bool = False
+    """True: factors of the family are in the weights of a GGUF file, and those of an adapter are not known."""
     score: ScoreConfig | None = None
     """Labels of a classifier, which has no head of its own: its config ties the head, which is not computed."""
 
@@ -333,6 +336,7 @@ def decoder_config(
         varied=varied,
         chunked=None if traits.chunked is None else traits.chunked(values),
         mixers=() if traits.mixers is None else traits.mixers(values),
+        folded_factors=bool(values.get(FOLDED)),
         layer_ropes=ropes if len(set(ropes)) > 1 else (),
         hidden_act=hidden_act,
         quantization=None if _is_mxfp4(values, traits) else read_format(values),

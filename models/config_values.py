@@ -29,7 +29,8 @@ _SWITCHES = (
     *("conv_bias", "block_auto_adjust_ff_dim", "tie_embedding", "attention_out_bias", "use_expert_bias"),
     *("altup_correct_scale", "attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block", "use_qk_norm"),
     *("use_conv_bias", "mamba_conv_bias", "mamba_proj_bias", "projectors_bias", "mamba_rms_norm"),
-    *("mamba_norm_before_gate", "linear_allow_neg_eigval", "residual_in_fp32"),
+    *("mamba_norm_before_gate", "linear_allow_neg_eigval", "factors_in_weights", "mla_use_nope", "moe_renormalize"),
+    *("use_grouped_topk", "residual_in_fp32"),
 )
 """Fields that are true or false; some old files have 1 or 0."""
 _OF_IMAGES = ("use_bidirectional_attention", "vision")

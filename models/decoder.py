@@ -161,8 +161,10 @@ class Decoder:
                 hidden, delta = hidden if delta is None else hidden + delta, None
                 entering[index] = hidden
             hidden, delta = layer.forward_deferred(hidden, delta, batch, kv)
-        assert delta is not None, "there is a layer"
-        normed, entering[len(self.layers)] = self._final_norm.add(delta, hidden)
+        if delta is None:
+            normed, entering[len(self.layers)] = self._final_norm(hidden), hidden
+        else:
+            normed, entering[len(self.layers)] = self._final_norm.add(delta, hidden)
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
     def _caches(self, batch: ForwardBatch) -> Iterable[Any]:

@@ -5,6 +5,7 @@
     experts        a rank has some experts as a whole, and all ranks the router; the ranks' results are summed
     embeddings     a rank has a range of tokens; embeddings are summed, logits put side by side
     latents        every rank has all (DeepSeek-V2); q_b and kv_b are column parallel, by heads
+    states         a rank has the states of its heads, or of its channels (`states/shares.py`)
     wide norms     over all heads (OLMo 2): a rank has every head's queries and keys while it normalises its own
 
 Where there are fewer KV heads than ranks, several ranks have the same one. The first rank adds what is added once: the
@@ -27,9 +28,14 @@ from ..platform.core.errors import InvalidRequestError
 from .config import DecoderConfig
 from .decoder import Decoder
 from .decoder_layer import DecoderLayer, GeneralLayer
+from .families.varied_layers import VariedLayers
 from .gpt_layer import GPTLayer
 from .layers.experts import SparseMlp
+from .layers.mlp import GatedMlp
 from .layers.weights import Weight
+from .ranges import Range, Rows, rows_of_tensors
+from .states.shares import SharedStates, rank_states, state_share
+from .varied_layer import VariedLayer
 
 _PARAM = "tensor_parallel_size"
 
@@ -165,7 +171,7 @@ class ExpertsPart:
 class NormPart:
     """Share of one rank in a norm over all heads, of queries or of keys."""
 
-    def __init__(self, ranks: Ranks, heads: _Range) -> None:
+    def __init__(self, ranks: Ranks, heads: Range) -> None:
         """`heads`: those of this rank; several ranks may have the same ones."""
         self.size = heads.length
         """Elements of all ranks."""
@@ -220,43 +226,48 @@ def rank_config(config: object, num_ranks: int) -> DecoderConfig:
         raise InvalidRequestError(
             f"{_PARAM} {num_ranks}: a model that transformers' code computes is not divided", param=_PARAM
         )
-    if config.varied is not None:
-        raise InvalidRequestError(
-            f"{_PARAM} {num_ranks}: {config.architecture} has layers of several shapes, which are not divided",
-            param=_PARAM,
-        )
-    if config.states is not None or config.gated_attention:
-        raise InvalidRequestError(
-            f"{_PARAM} {num_ranks}: {config.architecture} has layers with recurrent state, which are not divided",
-            param=_PARAM,
-        )
-    experts = config.experts
-    sizes = {"num_attention_heads": config.num_heads}
+    experts, varied = config.experts, config.varied
+    sizes = [("num_attention_heads", config.num_heads)]
     if experts is None or len(experts.layers) < config.num_layers:
-        sizes["intermediate_size"] = config.intermediate_size
+        sizes += [
+            ("intermediate_size", size) for size in (config.intermediate_size, *(varied.inner_sizes if varied else ()))
+        ]
     if experts is not None and experts.shared_size is not None:
-        sizes["shared_expert_intermediate_size"] = experts.shared_size
-    for name, size in sizes.items():
+        sizes.append(("shared_expert_intermediate_size", experts.shared_size))
+    for name, size in sizes:
         if size % num_ranks:
             raise InvalidRequestError(f"{_PARAM} {num_ranks} does not divide {name} {size}", param=_PARAM)
-    heads = config.num_kv_heads
-    if heads % num_ranks and num_ranks % heads:
-        raise InvalidRequestError(
-            f"{_PARAM} {num_ranks} neither divides num_key_value_heads {heads} nor is a multiple of it", param=_PARAM
-        )
+    for heads in (config.num_kv_heads, *(varied.kv_heads if varied else ())):
+        if heads % num_ranks and num_ranks % heads:
+            raise InvalidRequestError(
+                f"{_PARAM} {num_ranks} neither divides num_key_value_heads {heads} nor is a multiple of it",
+                param=_PARAM,
+            )
     if -(-config.vocab_size // num_ranks) * (num_ranks - 1) >= config.vocab_size:
         raise InvalidRequestError(f"{_PARAM} {num_ranks} is too large for vocab_size {config.vocab_size}", param=_PARAM)
+    for some in (experts, None if varied is None else varied.experts):
+        if some is not None and some.num_experts < num_ranks:
+            raise InvalidRequestError(f"{_PARAM} {num_ranks} exceeds num_experts {some.num_experts}", param=_PARAM)
     if experts is not None:
-        if experts.num_experts < num_ranks:
-            raise InvalidRequestError(f"{_PARAM} {num_ranks} exceeds num_experts {experts.num_experts}", param=_PARAM)
         shared = None if experts.shared_size is None else experts.shared_size // num_ranks
         experts = dataclasses.replace(experts, shared_size=shared)
     return dataclasses.replace(
         config,
         experts=experts,
+        states=None if config.states is None else rank_states(config.states, num_ranks, _PARAM),
         num_heads=config.num_heads // num_ranks,
-        num_kv_heads=max(1, heads // num_ranks),
+        num_kv_heads=max(1, config.num_kv_heads // num_ranks),
+        varied=None if varied is None else _rank_varied(varied, num_ranks),
         intermediate_size=config.intermediate_size // num_ranks,
+    )
+
+
+def _rank_varied(varied: VariedLayers, num_ranks: int) -> VariedLayers:
+    """Sizes of each layer of one rank."""
+    return dataclasses.replace(
+        varied,
+        kv_heads=tuple(max(1, heads // num_ranks) for heads in varied.kv_heads),
+        inner_sizes=tuple(size // num_ranks for size in varied.inner_sizes),
     )
 
 
@@ -267,8 +278,8 @@ def divided_decoder(config: DecoderConfig, ranks: Ranks, device: torch.device | 
         InvalidRequestError: see `rank_config`.
     """
     model = Decoder(rank_config(config, ranks.size), device)
-    for layer in model.layers:
-        _divide(layer, config, ranks)
+    for index, layer in enumerate(model.layers):
+        _divide(layer, config.of_layer(index), ranks)
     model.embedding.part = VocabularyPart(ranks, config.vocab_size)
     return model
 
@@ -280,17 +291,21 @@ def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks)
     mlp, hidden = config.intermediate_size, config.hidden_size
     if isinstance(layer.mlp, SparseMlp):
         assert config.experts is not None
-        mlp, num_experts = config.experts.shared_size or 0, config.experts.num_experts
-        held = range(rank * num_experts // ranks.size, (rank + 1) * num_experts // ranks.size)
-        layer.mlp.divide(ExpertsPart(ranks), held)
+        mlp = config.experts.shared_size or 0
+        layer.mlp.divide(ExpertsPart(ranks), _held(config.experts.num_experts, ranks))
+    if isinstance(layer.mlp, GatedMlp):
+        layer.mlp.gather = ranks.gather
+    if isinstance(layer, VariedLayer) and layer.experts is not None:
+        layer.experts.divide(ExpertsPart(ranks), _held(layer.experts.num_experts, ranks))
 
     # Rows of the parts that each layer merges: their number, and those of this rank in units of `size`.
-    def of_heads(size: int) -> _Range:
-        return _Range(config.num_heads, rank * heads, heads, size)
+    def of_heads(size: int) -> Range:
+        return Range(config.num_heads, rank * heads, heads, size)
 
-    key = _Range(kv_heads, first_kv, num_kv, config.head_dim)
-    gate = _Range(ranks.size, rank, 1, mlp // ranks.size)
-    parts = {"qkv": [of_heads(config.head_dim), key, key], "gate_up": [gate, gate], "up": [gate]}
+    key = Range(kv_heads, first_kv, num_kv, config.head_dim)
+    gate = Range(ranks.size, rank, 1, mlp // ranks.size)
+    query = of_heads(2 * config.head_dim if config.gated_attention else config.head_dim)
+    parts: dict[str, Sequence[Range]] = {"qkv": [query, key, key], "gate_up": [gate, gate], "up": [gate]}
     columns = {"o": of_heads(config.head_dim), "down": gate}
     if (latent := config.latent) is not None:  # `key` is the one vector of a token, of which each rank has a copy
         parts |= {"qkv": [of_heads(latent.query_dim), key], "q_b": [of_heads(latent.query_dim)]}
@@ -298,6 +313,12 @@ def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks)
         columns["o"] = of_heads(latent.value_dim)
         if latent.query_rank is not None:
             del parts["qkv"]  # whole on each rank
+    if config.states is not None:
+        share = state_share(config.states, rank, ranks.size, ranks.gather)
+        parts |= share.linears
+        columns |= share.outputs
+        if isinstance(layer, SharedStates):
+            layer.divide(share)
     if isinstance(layer, GeneralLayer):
         layer.sink_part = config.num_heads, slice(rank * heads, (rank + 1) * heads)
         for (norm, _), of_norm in zip(layer.wide_norms, (of_heads(config.head_dim), key), strict=False):
@@ -311,44 +332,25 @@ def _divide(layer: DecoderLayer | GPTLayer, config: DecoderConfig, ranks: Ranks)
             whole = [(name, hidden) for name in names]
             summed = ".shared." not in linear.name  # else with the experts
             linear.part = LinearPart(ranks, whole, chosen.length, columns=chosen.rows(0), summed=summed)
-        elif len(names) == 1:  # one tensor of the checkpoint has the parts one after another
-            starts = [sum(part.length for part in parts[kind][:index]) for index in range(len(parts[kind]))]
-            rows = [part.rows(start) for part, start in zip(parts[kind], starts, strict=True)]
-            if kind == "qkv" and config.block is not None and config.block.by_head:
-                rows = _rows_by_head(config, of_heads(config.head_dim), key)
-            whole = [(names[0], sum(part.length for part in parts[kind]))]
-            linear.part = LinearPart(ranks, whole, linear.in_features, rows={names[0]: rows})
-        else:
-            both = dict(zip(names, parts[kind], strict=True))
-            whole = [(name, part.length) for name, part in both.items()]
-            rows_of = {name: [part.rows(0)] for name, part in both.items()}
-            linear.part = LinearPart(ranks, whole, linear.in_features, rows=rows_of)
+            continue
+        own = list(rows_of_tensors(parts[kind], [rows for _, rows in linear.slices]))
+        if kind == "qkv" and config.block is not None and config.block.by_head:
+            own = [Rows(own[0].total, _rows_by_head(config, of_heads(config.head_dim), key))]
+        whole = [(name, rows.total) for name, rows in zip(names, own, strict=True)]
+        rows_of = {name: rows.slices for name, rows in zip(names, own, strict=True)}
+        linear.part = LinearPart(ranks, whole, linear.in_features, rows=rows_of)
 
 
-def _rows_by_head(config: DecoderConfig, query: _Range, key: _Range) -> list[slice]:
+def _held(num_experts: int, ranks: Ranks) -> range:
+    """Experts of this rank."""
+    return range(ranks.rank * num_experts // ranks.size, (ranks.rank + 1) * num_experts // ranks.size)
+
+
+def _rows_by_head(config: DecoderConfig, query: Range, key: Range) -> list[slice]:
     """Rows of a rank's heads in a projection that has, for each KV head, its queries, its key and its value."""
     dim, group = config.head_dim, config.num_heads // config.num_kv_heads
     if query.count >= group:
-        return [_Range(key.total, key.first, key.count, (group + 2) * dim).rows(0)]
+        return [Range(key.total, key.first, key.count, (group + 2) * dim).rows(0)]
     start = key.first * (group + 2)  # in heads; the rank has some of this group's queries
     heads = [(query.first % group, query.count), (group, 1), (group + 1, 1)]
     return [slice((start + first) * dim, (start + first + count) * dim) for first, count in heads]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Range:
-    """A rank's units of all units of a matrix, and the rows of each."""
-
-    total: int
-    first: int
-    count: int
-    size: int
-
-    @property
-    def length(self) -> int:
-        """Rows of all units."""
-        return self.total * self.size
-
-    def rows(self, start: int) -> slice:
-        """Rows of this rank in a matrix where the first unit begins at `start`."""
-        return slice(start + self.first * self.size, start + (self.first + self.count) * self.size)

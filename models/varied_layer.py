@@ -45,9 +45,9 @@ class VariedLayer(GeneralLayer):
             down = self._linear("input_gate", {"per_layer_input_gate": varied.input_size}, hidden, bias=False)
             up = self._linear("input_up", {"per_layer_projection": hidden}, varied.input_size, bias=False)
             self._gate = InputGate(down, up, self._norm(["post_per_layer_input_norm"], hidden), config)
-        self._experts: SideExpertLayers | None = None
+        self.experts: SideExpertLayers | None = None
         if varied.experts is not None:
-            self._experts = SideExpertLayers(self._ours, self._theirs, config, self._common["device"])
+            self.experts = SideExpertLayers(self._ours, self._theirs, config, self._common["device"])
             names = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
             self._side_norms = [self._norm([name], hidden) for name in names]
 
@@ -73,21 +73,21 @@ class VariedLayer(GeneralLayer):
 
     def _feed(self, normed: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         result = super()._feed(normed, hidden, batch)
-        if self._experts is None:
+        if self.experts is None:
             return result
         before, after_mlp, after = self._side_norms
-        return after_mlp(result).add_(after(self._experts.forward(hidden, before(hidden), batch)))
+        return after_mlp(result).add_(after(self.experts.forward(hidden, before(hidden), batch)))
 
     def linears(self) -> list[Linear]:
         """See DecoderLayer."""
-        sides = [part.linears() for part in (self._experts, self._gate) if part is not None]
+        sides = [part.linears() for part in (self.experts, self._gate) if part is not None]
         return [*super().linears(), *(linear for side in sides for linear in side)]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See DecoderLayer."""
         slots = super().weight_slots()
-        if self._experts is not None:
-            slots |= self._experts.weight_slots()
+        if self.experts is not None:
+            slots |= self.experts.weight_slots()
         for linear in self._gate.linears() if self._gate is not None else ():
             slots |= linear.weight_slots()
         if self._varied.scaled:
@@ -101,7 +101,7 @@ class VariedLayer(GeneralLayer):
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """See DecoderLayer."""
-        return {} if self._experts is None else self._experts.renamed_slots()
+        return {} if self.experts is None else self.experts.renamed_slots()
 
     def _load_scale(self, tensor: Tensor) -> None:
         self._scale = float(tensor.to(self._config.dtype))

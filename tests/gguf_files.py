@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from torch import Tensor
 
+from .gguf_hybrids import add_hybrid, completed
 from .gguf_layouts import add_deepseek, add_experts, find_layout
 
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
@@ -28,10 +29,17 @@ NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralFor
          "DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeForCausalLM": "glm4moe", "Lfm2ForCausalLM": "lfm2",
          "Lfm2MoeForCausalLM": "lfm2moe", "Ernie4_5ForCausalLM": "ernie4_5", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
          "Exaone4ForCausalLM": "exaone4", "SeedOssForCausalLM": "seed_oss", "MiniMaxM2ForCausalLM": "minimax-m2",
-         "Cohere2ForCausalLM": "cohere2", "Ministral3ForCausalLM": "mistral3", "Olmo3ForCausalLM": "olmo2"}  # fmt: skip
+         "Cohere2ForCausalLM": "cohere2", "Ministral3ForCausalLM": "mistral3", "Olmo3ForCausalLM": "olmo2",
+         "Qwen3NextForCausalLM": "qwen3next", "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe",
+         "Mamba2ForCausalLM": "mamba2", "BambaForCausalLM": "granitehybrid", "FalconH1ForCausalLM": "falcon-h1",
+         "GraniteMoeHybridForCausalLM": "granitehybrid", "NemotronHForCausalLM": "nemotron_h",
+         "Gemma3nForCausalLM": "gemma3n", "Gemma4ForCausalLM": "gemma4", "Llama4ForCausalLM": "llama4"}  # fmt: skip
 # Architectures whose rows of q and k are ordered for a rotation of neighbours.
-NEIGHBOURS = {"llama", "granite", "smollm3", "mistral3"}
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+NEIGHBOURS = {"llama", "granite", "smollm3", "mistral3", "granitehybrid", "nemotron_h", "nemotron_h_moe"}
+EXPERT = re.compile(r"(?<=\.experts|jections)\.(\d+)(?=\.)")
+"""Number of an expert, or of a matrix of Gemma 3n's streams."""
+HEAD = re.compile(r"\.(enorm|hnorm|eh_proj|shared_head\.\w+|(?<=\d\.)embed_tokens)\.weight$")
+"""Modules of a head for multi-token prediction."""
 Chosen = Callable[[str], Type]
 
 
@@ -53,8 +61,10 @@ def write_gguf(
     Returns:
         The tensors that it now holds, by their names in the folder.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = completed(json.loads((folder / "config.json").read_text()))
     name = NAMES[config["architectures"][0]]
+    if name == "nemotron_h" and "moe" in config["layers_block_type"]:
+        name = "nemotron_h_moe"
     writer = gguf.GGUFWriter(file, name, split_max_tensors=split)
     add_sizes(writer, config)
     add_factors(writer, config)
@@ -62,6 +72,7 @@ def write_gguf(
         add_deepseek(writer, config)
     else:
         add_experts(writer, config)
+    add_hybrid(writer, name, config)
     tokenizer = tokenizer or folder
     if (tokenizer / "tokenizer.json").is_file():
         add_tokenizer(writer, tokenizer)
@@ -83,10 +94,11 @@ def write_gguf(
         tensor = neighbours(tensor, rotated) if rotated else tensor
         values = gguf.quantize(changed(name, full, tensor.float()).numpy(), kind)
         if (expert := EXPERT.search(full)) is not None:
-            experts.setdefault((EXPERT.sub(".experts.", full), kind), {})[int(expert[1])] = values
+            experts.setdefault((EXPERT.sub("", full), kind), {})[int(expert[1])] = values
         else:
             writer.add_tensor(name_of(full, name, config), values, raw_dtype=kind)
         rounded = torch.from_numpy(np.array(gguf.dequantize(values, kind))).reshape(tensor.shape)
+        rounded = rounded - 1 if is_raised(name, full) else rounded
         held[full] = halves(rounded, rotated) if rotated else rounded
     for (full, kind), parts in experts.items():
         stacked = np.stack([parts[index] for index in range(len(parts))])
@@ -100,19 +112,29 @@ def write_gguf(
 
 def name_of(full: str, name: str, config: dict[str, Any]) -> str:
     """Name of a tensor in the file."""
+    if (head := HEAD.search(full)) is not None:
+        return f"blk.{full.split('.')[2]}.nextn.{head[1].replace('.', '_')}.weight"
     full = full.replace("model.layers", "layers") if ".block_sparse_moe.experts." in full else full
     full = full.replace(".block_sparse_moe.experts.", ".feed_forward.experts.")
-    if ".feed_forward.experts." in full:
+    if ".feed_forward.experts." in full and name != "llama4":
         full = full.removeprefix("model.")
+    if ".mixer.experts." in full:
+        full = full.replace(".mixer.experts.", ".mlp.experts.").replace("backbone.", "model.")
     full = full.replace("correction_bias", "correction.bias").replace(".expert_bias", ".expert_bias.bias")
     architecture = next(key for key, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == name)
     table = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
     return table.get_name(full, (".weight", ".bias"))
 
 
+def is_raised(name: str, full: str) -> bool:
+    """True for the weights of norms that the model adds 1 to: the file has the sum."""
+    is_norm = full.endswith("norm.weight") and not full.endswith("linear_attn.norm.weight")
+    return is_norm and name in ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+
+
 def changed(name: str, full: str, tensor: Tensor) -> Tensor:
     """Tensor with the converter's changes, those of q and k apart."""
-    if name.startswith("gemma") and full.endswith("norm.weight"):
+    if is_raised(name, full):
         return tensor + 1
     if name == "gpt2" and full.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.t().contiguous()

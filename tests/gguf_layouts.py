@@ -12,6 +12,8 @@ import gguf
 import torch
 from torch import Tensor
 
+from . import gguf_hybrids
+
 Parts = tuple[dict[str, Tensor], Callable[..., Tensor]]
 
 
@@ -69,6 +71,7 @@ LAYOUTS: dict[tuple[str, str], Callable[[str, Tensor, dict[str, Any]], Parts]] =
     ("gpt-oss", ".sinks"): one_name("attn_sinks.weight"),
     ("deepseek2", ".kv_b_proj."): deepseek_heads,
     ("deepseek2", "e_score_correction_bias"): one_name("exp_probs_b.bias"),
+    **gguf_hybrids.LAYOUTS,
 }
 """Functions by architecture and a part of the tensor's name."""
 
@@ -87,7 +90,7 @@ def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         (("routed_scaling_factor",), writer.add_expert_weights_scale),
         (("moe_layer_interval",), writer.add_interleave_moe_layer_step),
     ):
-        for value in (config[key] for key in keys if key in config):
+        for value in (config[key] for key in keys if config.get(key) is not None):
             add(value)
 
 

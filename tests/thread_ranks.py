@@ -17,6 +17,8 @@ from torch import Tensor
 
 from outrider.models.batch import SequenceRows, allocate_kv, build_batch
 from outrider.models.model import LanguageModel
+from outrider.models.states.memory import allocate_states
+from outrider.platform.core.batch import RowStates
 from outrider.platform.core.config import EngineConfig
 from outrider.platform.engine.executor import collectives, parallel, rank_process
 from outrider.platform.engine.executor.launch import THIS_MACHINE, RankSite
@@ -44,9 +46,13 @@ class ThreadRanks:
 
 def logits(model: LanguageModel) -> Tensor:
     """Logits [13, vocab] of two rows of tokens."""
-    kv = allocate_kv(model.kv_layers, 4, 16, torch.float32)
-    rows = SequenceRows(list(range(0, 130, 10)), [8, 5], [0, 0], [[0], [1]])
-    hidden = model.forward(build_batch(rows, model, kv)).hidden
+    kv, memory = (
+        allocate_kv(model.kv_layers, 4, 16, torch.float32),
+        allocate_states(model.state_layers, 4, torch.float32),
+    )
+    states = [RowStates([1, 2], 2), RowStates([3, 4], 2)] if memory else []
+    rows = SequenceRows(list(range(0, 130, 10)), [8, 5], [0, 0], [[0], [1]], states=states)
+    hidden = model.forward(build_batch(rows, model, kv, states=memory)).hidden
     return model.compute_logits(hidden)
 
 

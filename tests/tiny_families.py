@@ -36,6 +36,8 @@ class Family:
     """Parameters beside them, which hold the weights of a router or of all experts."""
     is_multimodal: bool = False
     """True: `config` is the whole config of a `prefix`ForConditionalGeneration."""
+    architecture: str | None = None
+    """Name in config.json of a model that transformers does not know, which has the layers of `prefix`."""
 
 
 _LOCAL = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9}
@@ -99,6 +101,13 @@ DELTA = {
 # transformers saves the filters of queries, keys and values as three equal parts, so they have equal sizes here.
 OLMO_HYBRID = {**DELTA, "linear_key_head_dim": 20}
 _DELTA_TARGETS = [*ATTENTION, *GATED, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+KIMI_LINEAR = {
+    **{"kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+    **{"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]},
+    **{"linear_head_dim": 10, "linear_num_heads": 4, "n_group": 4, "topk_group": 2, "num_key_value_heads": 4},
+}
+_KIMI_TARGETS = [*ATTENTION, *GATED, *_KV, "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 GEMMA4 = {
     **{"head_dim": 16, "global_head_dim": 24, "sliding_window": 9, "num_hidden_layers": 5, "num_kv_shared_layers": 2},
     **{"layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"]},
@@ -159,6 +168,8 @@ VARIANTS: dict[str, Family] = {
     ),
 }
 """More forms of some families, for the parity tests alone."""
+UNKNOWN: dict[str, Family] = {"mimo": Family("Qwen2", architecture="MiMoForCausalLM")}
+"""Families that transformers does not know."""
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"tie_word_embeddings": True}, SCALED),
     "llama4": Family("Llama4Text", LLAMA4, ATTENTION + GATED, ["router.weight", *_SPARSE[1:]]),
@@ -273,6 +284,7 @@ FAMILIES: dict[str, Family] = {
         _DELTA_TARGETS,
         _SPARSE,
     ),
+    "kimi-linear": Family("KimiLinear", KIMI_LINEAR, _KIMI_TARGETS, _SPARSE),
     "mamba2": Family(
         "Mamba2",
         {"num_heads": 6, "head_dim": 16, "n_groups": 3, "state_size": 10, "time_step_limit": (0.3, 2.0)},

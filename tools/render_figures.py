@@ -301,7 +301,7 @@ def gpu_kernels() -> list[str]:
 
 def families() -> list[str]:
     """Results of the tests of each family: largest differences of a log probability, and equal texts."""
-    checks = ("speculation", "prefix cache", "preemption", "quantised")
+    checks = ("speculation", "prefix cache", "chunks", "preemption", "quantised")
     rows = []
     for run in runs("families").values():
         for row in run["families"]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..dispatch import use_triton
 from . import torch as _torch
 from .native import act_and_mul as _native
+from .torch import ACTIVATIONS
 
-__all__ = ["act_and_mul", "act_and_mul_invariant"]
+__all__ = ["ACTIVATIONS", "act_and_mul", "act_and_mul_invariant"]
 
 
 def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:

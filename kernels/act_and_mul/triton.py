@@ -15,6 +15,22 @@ DEFAULT = ActAndMulConfig(block=1024, num_warps=4)
 
 
 @triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """Product act(gate) · up of float32 numbers."""
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, 7.0)
+        value = gate / (1.0 + tl.exp(-1.702 * gate))
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+    elif ACTIVATION == "silu":
+        value = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:  # with tanh: x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u))
+        value = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    return value * up
+
+
+@triton.jit
 def _act_and_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     blocks = tl.cdiv(HALF, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -27,17 +43,7 @@ def _act_and_mul_kernel(x, y, x_stride, HALF: tl.constexpr, BLOCK: tl.constexpr,
         up_columns = 2 * columns + 1
     gate = tl.load(x + row * x_stride + gate_columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + up_columns, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "clamped_swiglu":
-        gate = tl.minimum(gate, 7.0)
-        value = gate / (1.0 + tl.exp(-1.702 * gate))
-        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
-    elif ACTIVATION == "silu":
-        value = gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu":
-        value = gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:  # with tanh: x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u))
-        value = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    tl.store(y + row * HALF + columns, (value * up).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * HALF + columns, gated(gate, up, ACTIVATION).to(y.dtype.element_ty), mask=inside)
 
 
 def act_and_mul(x: Tensor, activation: str = "silu") -> Tensor:

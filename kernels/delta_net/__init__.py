@@ -6,6 +6,9 @@ norms before it and the gated norm after it.
     S[t] = exp(g[t]) · S[t-1] + k[t] (b[t] · (v[t] - exp(g[t]) · S[t-1]ᵀ k[t]))ᵀ
     o[t] = norm(S[t]ᵀ q[t]) · silu(gate[t])
 
+In Kimi Delta Attention (Kimi Team 2025, "Kimi Linear: An Expressive, Efficient Attention Architecture") g[t] is a
+vector of D elements, one for each row of S, and the gate is a sigmoid.
+
 T tokens, H value heads, G key heads, each shared by H / G consecutive value heads, D elements of a key, V elements of a
 value, S slots of states.
 """
@@ -35,7 +38,7 @@ class Projected(NamedTuple):
     beta: Tensor
     """[T, H]"""
     decay: Tensor
-    """[T, H]"""
+    """[T, H], or [T, H · D] if each element of a key has a decay of its own"""
 
 
 class DeltaWeights(NamedTuple):
@@ -44,12 +47,19 @@ class DeltaWeights(NamedTuple):
     rate: Tensor
     """[H] float32"""
     rate_bias: Tensor
-    """[H] float32"""
+    """[H], or [H · D] as for the decays; float32"""
     norm: NormWeight
     """Weights of the norm of each head's result, [V]."""
     key_heads: int
     beta_scale: float = 1.0
     """Largest b[t]. Above 1, a state may change its sign along a key (Grazzi et al. 2024)."""
+    sigmoid_gate: bool = False
+    """True: the gate is sigmoid(gate[t]) in place of silu(gate[t])."""
+
+    @property
+    def by_element(self) -> bool:
+        """True: each element of a key has a decay of its own."""
+        return len(self.rate_bias) > len(self.rate)
 
 
 def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states: Tensor) -> Tensor:
@@ -59,7 +69,7 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
     if use_triton(inputs.mixed):
         from . import triton as _triton
 
-        if _triton.serves(states):
+        if _triton.serves(plan, weights.by_element, states):
             return _triton.delta_net(inputs, weights, plan, states)
     out = _native.delta_net(inputs, weights, plan, states)
     return _torch.delta_net(inputs, weights, plan, states) if out is None else out

@@ -18,6 +18,9 @@ RELEASING_WORK = 1 << 26
 """Elements of states times tokens from which a call releases Python's lock: a few milliseconds."""
 
 
+_SIZES = "key_heads", "value_heads", "key_dim", "value_dim", "dtype", "by_element", "sigmoid_gate"
+
+
 class _Strided(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64))
 
@@ -26,7 +29,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _Strided) for name in ("mixed", "gate", "beta", "decay")),
         *((name, ctypes.c_void_p) for name in ("rate", "rate_bias", "scale", "memory", "out")),
-        *((name, ctypes.c_int64) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "dtype")),
+        *((name, ctypes.c_int64) for name in _SIZES),
         *((name, ctypes.c_float) for name in ("root", "beta_scale")),
     )
 
@@ -50,7 +53,7 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
     call = _Call(
         *(_Strided(part.data_ptr(), part.stride(0)) for part in parts),
         *(tensor.data_ptr() for tensor in (weights.rate, weights.rate_bias, weights.norm.scale, states, out)),
-        *(weights.key_heads, heads, key_dim, value_dim, DTYPES[dtype]),
+        *(weights.key_heads, heads, key_dim, value_dim, DTYPES[dtype], weights.by_element, weights.sigmoid_gate),
         *(weights.norm.root_value, weights.beta_scale),
     )
     releases = plan.num_tokens * states[0].numel() >= RELEASING_WORK

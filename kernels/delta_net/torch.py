@@ -32,7 +32,7 @@ class DeltaInputs(NamedTuple):
     value: Tensor
     """[T, H, V]"""
     decay: Tensor
-    """[T, H] g, at most 0"""
+    """[T, H, 1] or [T, H, D] g, at most 0"""
     beta: Tensor
     """[T, H]"""
 
@@ -46,15 +46,17 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
     query, key = (
         _unit(part.unflatten(1, (weights.key_heads, -1))).repeat_interleave(shared, 1) for part in (query, key)
     )
+    decay = (inputs.decay.float() + weights.rate_bias).unflatten(1, (heads, -1))
     rule = DeltaInputs(
         query=query * key_dim**-0.5,
         key=key,
         value=value.unflatten(1, (heads, -1)),
-        decay=-weights.rate * F.softplus(inputs.decay.float() + weights.rate_bias),
+        decay=-weights.rate.unsqueeze(1) * F.softplus(decay),
         beta=inputs.beta.float().sigmoid() * weights.beta_scale,
     )
     normed = rms_norm(delta_rule(rule, plan, states), weights.norm)
-    return (normed * F.silu(inputs.gate.float().view(normed.shape))).to(inputs.mixed.dtype).flatten(1)
+    activate = torch.sigmoid if weights.sigmoid_gate else F.silu
+    return (normed * activate(inputs.gate.float().view(normed.shape))).to(inputs.mixed.dtype).flatten(1)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -75,15 +77,15 @@ def _run(inputs: DeltaInputs, run: Run, state: Tensor) -> tuple[Tensor, Tensor]:
     gathered = DeltaInputs(*(part[run.tokens].transpose(1, 2) for part in inputs))
     if run.is_padding is not None:  # neither decays the state nor adds to it
         is_padding = run.is_padding.unsqueeze(1)
-        decay, beta = (part.masked_fill(is_padding, 0.0) for part in (gathered.decay, gathered.beta))
-        gathered = gathered._replace(decay=decay, beta=beta)
+        decay = gathered.decay.masked_fill(is_padding.unsqueeze(-1), 0.0)
+        gathered = gathered._replace(decay=decay, beta=gathered.beta.masked_fill(is_padding, 0.0))
     result, after = _chunks(gathered, state)
     return result.transpose(1, 2), after
 
 
 def _step(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Results [R, H, V] of one token for each row, and the states [R, H, D, V] after them."""
-    state = state * inputs.decay.exp()[..., None, None]
+    state = state * inputs.decay.exp().unsqueeze(-1)
     known = (state * inputs.key.unsqueeze(-1)).sum(-2)
     delta = (inputs.value - known) * inputs.beta.unsqueeze(-1)
     state = state + inputs.key.unsqueeze(-1) * delta.unsqueeze(-2)
@@ -95,20 +97,34 @@ def _chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     size = min(CHUNK, inputs.query.shape[2])
     query, key, value, decay, beta = (part.unflatten(2, (-1, size)) for part in inputs)  # [R, H, chunks, size, ...]
     total = decay.cumsum(3)
-    future = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
-    between = (total.unsqueeze(4) - total.unsqueeze(3)).masked_fill(future, -torch.inf).exp()
     key_beta, value_beta = key * beta.unsqueeze(-1), value * beta.unsqueeze(-1)
-    system = (key_beta @ key.transpose(-1, -2)) * between
-    within = (query @ key.transpose(-1, -2)) * between
-    sides = torch.cat((value_beta, key_beta * total.exp().unsqueeze(-1)), -1)
+    system, within = _decayed_products(torch.stack((key_beta, query)), key, total)
+    sides = torch.cat((value_beta, key_beta * total.exp()), -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     values, read_keys = solved.split([value.shape[-1], key.shape[-1]], -1)
-    query = query * total.exp().unsqueeze(-1)
-    key = key * (total[..., -1:] - total).exp().unsqueeze(-1)
-    whole = total[..., -1].exp()[..., None, None]
+    query = query * total.exp()
+    key = key * (total[..., -1:, :] - total).exp()
+    whole = total[..., -1, :].exp().unsqueeze(-1)
     results = []
     for i in range(query.shape[2]):
         new = values[:, :, i] - read_keys[:, :, i] @ state
         results.append(query[:, :, i] @ state + within[:, :, i] @ new)
         state = state * whole[:, :, i] + key[:, :, i].transpose(-1, -2) @ new
     return torch.stack(results, 2).flatten(2, 3), state
+
+
+def _decayed_products(left: Tensor, key: Tensor, total: Tensor) -> Tensor:
+    """Products [..., L, L] of left[i] and key[j], both [..., L, D], decayed from j to i; 0 for j > i.
+
+    `total` has the sums of the decays. If these differ by element, a column is computed at a time: exp(total[i]) and
+    exp(-total[j]) alone might overflow.
+    """
+    size = key.shape[-2]
+    if total.shape[-1] == 1:
+        future = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
+        return (left @ key.mT) * (total - total.mT).masked_fill(future, -torch.inf).exp()
+    products = left.new_zeros(*left.shape[:-1], size)
+    for j in range(size):
+        decayed = key[..., j : j + 1, :] * (total[..., j:, :] - total[..., j : j + 1, :]).exp()
+        products[..., j:, j] = (left[..., j:, :] * decayed).sum(-1)
+    return products

@@ -1,7 +1,8 @@
 """Gated delta rule of decodes and verified drafts on GPUs: a program holds some columns of the state of a row's head.
 
 Its tokens follow one another in registers; the state is stored where the plan writes it. Longer rows are computed in
-chunks (`chunks.py`). The norm needs all columns of a token, so another launch computes it.
+chunks (`chunks.py`), or in PyTorch if each element of a key has a decay of its own. The norm needs all columns of a
+token, so another launch computes it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def _unit(x, epsilon):
 def _rule_kernel(
     mixed,  # [T, 2 * G * D + H * V]
     beta,  # [T, H]
-    decay,  # [T, H]
+    decay,  # [T, H], or [T, H * D] by element
     rate,  # [H] float32
-    rate_bias,  # [H] float32
+    rate_bias,  # [H] or [H * D] float32
     table,  # StatePlan.table
     states,  # [S, H, D, V] float32
     out,  # [T, H, V] float32
@@ -54,6 +55,7 @@ def _rule_kernel(
     value_dim,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BY_ELEMENT: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
     keys, columns = tl.arange(0, D), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -65,7 +67,12 @@ def _rule_kernel(
     offsets, slots, write, last_write = writes_of(table, num_rows, row)
     state = tl.load(places + tl.load(table + num_rows + 1 + row) * stride, mask=inside, other=0.0)
     key_head = head // (heads // key_heads)
-    speed, bias = tl.load(rate + head), tl.load(rate_bias + head)
+    speed = tl.load(rate + head)
+    if BY_ELEMENT:
+        decays = head * key_dim + keys
+        bias = tl.load(rate_bias + decays, mask=is_key, other=0.0)
+    else:
+        bias = tl.load(rate_bias + head)
     for token in range(first, end):
         inputs = mixed + token * mixed_stride
         query = tl.load(inputs + key_head * key_dim + keys, mask=is_key, other=0.0).to(tl.float32)
@@ -73,8 +80,15 @@ def _rule_kernel(
         value = inputs + 2 * key_heads * key_dim + head * value_dim + columns
         value = tl.load(value, mask=is_column, other=0.0).to(tl.float32)
         query, key = _unit(query, epsilon) * scale, _unit(key, epsilon)
-        rest = tl.load(decay + token * decay_stride + head).to(tl.float32) + bias
-        state *= tl.exp(-speed * softplus(rest))
+        if BY_ELEMENT:
+            rest = tl.load(decay + token * decay_stride + decays, mask=is_key, other=0.0).to(tl.float32) + bias
+        else:
+            rest = tl.load(decay + token * decay_stride + head).to(tl.float32) + bias
+        factor = tl.exp(-speed * softplus(rest))
+        if BY_ELEMENT:
+            state *= factor[:, None]
+        else:
+            state *= factor
         strength = beta_scale * tl.sigmoid(tl.load(beta + token * beta_stride + head).to(tl.float32))
         delta = strength * (value - tl.sum(state * key[:, None], axis=0))
         state += key[:, None] * delta[None, :]
@@ -94,6 +108,7 @@ def _gated_norm_kernel(
     heads,
     value_dim,
     V: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, V)
@@ -103,12 +118,14 @@ def _gated_norm_kernel(
     factors = tl.load(scale + columns, mask=inside, other=0.0)
     opened = tl.load(gate + token * gate_stride + head * value_dim + columns, mask=inside, other=0.0).to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, axis=0) + root_square) * factors
-    tl.store(y + place, (normed * opened * tl.sigmoid(opened)).to(y.dtype.element_ty), mask=inside)
+    if not SIGMOID:
+        normed *= opened
+    tl.store(y + place, (normed * tl.sigmoid(opened)).to(y.dtype.element_ty), mask=inside)
 
 
-def serves(states: Tensor) -> bool:
-    """True when registers hold the states and the results of a head."""
-    return states.shape[2] <= 256 and states.shape[3] <= 1024
+def serves(plan: StatePlan, by_element: bool, states: Tensor) -> bool:
+    """True when registers hold the states and the results of a head, and the kernels of chunks have its decays."""
+    return (plan.longest <= MAX_TOKENS or not by_element) and states.shape[2] <= 256 and states.shape[3] <= 1024
 
 
 def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states: Tensor) -> Tensor:
@@ -123,6 +140,7 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
             *(heads, weights.key_heads, key_dim, value_dim),
             D=triton.next_power_of_2(key_dim),
             COLUMNS=_COLUMNS,
+            BY_ELEMENT=weights.by_element,
         )
     else:
         of_rule = (weights.rate, weights.rate_bias, weights.key_heads, key_dim**-0.5, EPS)
@@ -131,19 +149,25 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
     _gated_norm_kernel[(len(mixed), heads)](
         *(results, gate, weights.norm.scale, out, weights.norm.root_value**2, gate.stride(0), heads, value_dim),
         V=triton.next_power_of_2(value_dim),
+        SIGMOID=weights.sigmoid_gate,
     )
     return out
 
 
 def compile_cases() -> list[CompileCase]:
-    """Cases of all kernels: Qwen3.5's sizes, and small ones; each dtype."""
+    """Cases of all kernels: Qwen3.5's and Kimi Linear's sizes, and small ones; each dtype."""
     cases = chunks.compile_cases()
-    for dtype, size in (("bf16", 128), ("fp16", 64), ("fp32", 128), ("bf16", 256)):
+    for dtype, size, is_kimi in (
+        *(("bf16", 128, False), ("fp16", 64, False), ("fp32", 128, False), ("bf16", 256, False)),
+        ("bf16", 128, True),
+    ):
+        name = f"{dtype} d{size}{' by element' if is_kimi else ''}"
         types = {
             **{"mixed beta decay": f"*{dtype}", "rate rate_bias states out": "*fp32", "table": "*i64"},
             "scale epsilon beta_scale": "fp32",
         }
-        cases.append(make_case(f"delta_net {dtype} d{size}", _rule_kernel, {"D": size, "COLUMNS": _COLUMNS}, types))
+        constants = {"D": size, "COLUMNS": _COLUMNS, "BY_ELEMENT": is_kimi}
+        cases.append(make_case(f"delta_net {name}", _rule_kernel, constants, types))
         types = {"x scale": "*fp32", "gate y": f"*{dtype}", "root_square": "fp32"}
-        cases.append(make_case(f"delta_net norm {dtype} d{size}", _gated_norm_kernel, {"V": size}, types))
+        cases.append(make_case(f"delta_net norm {name}", _gated_norm_kernel, {"V": size, "SIGMOID": is_kimi}, types))
     return cases

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import Tensor, cat
 
+from ..dispatch import use_triton
 from .invariant import pack_invariant
 from .native import NativeLinear, is_native
 from .native import row_squares as _row_squares
+from .torch import PackedLinear
 from .torch import pack as _pack
 from .torch import row_squares as _slow_row_squares
 from .trial import prefers_native
 
-__all__ = ["NativeLinear", "Packed", "pack", "row_squares"]
+if TYPE_CHECKING:
+    from .device_few import FewRowsLinear
+
+__all__ = ["NativeLinear", "Packed", "few_rows", "pack", "row_squares"]
 
 Weight: TypeAlias = Tensor | Sequence[Tensor]
 """Weight [out, in], or the blocks of rows that make it up, in order."""
@@ -56,6 +61,19 @@ def pack(weight: Weight, bias: Tensor | None = None, *, batch_invariant: bool = 
         return NativeLinear(blocks, bias)
     whole = blocks[0] if len(blocks) == 1 else cat(list(blocks))
     return pack_invariant(whole, bias) if batch_invariant else _pack(whole, bias)
+
+
+def few_rows(packed: Packed, sizes: Sequence[int]) -> FewRowsLinear | None:
+    """Product of few tokens with a packed weight on a GPU, by a trial of its shape; `sizes` are the outputs of its
+    slices. None: the weight is quantised or must be batch-invariant, has too many slices, or the library is faster."""
+    if not isinstance(packed, PackedLinear) or packed.plain is None or not use_triton(packed.plain):
+        return None
+    from . import device_few
+
+    if len(sizes) > device_few.MAX_SLICES or packed.plain.stride(1) != 1:
+        return None
+    most_rows = device_few.tried_rows(packed.plain)
+    return device_few.FewRowsLinear(packed.plain, packed.bias, sizes, most_rows) if most_rows else None
 
 
 def row_squares(weight: Tensor) -> Tensor:

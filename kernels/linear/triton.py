@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
 from ..split_sums import is_last, store_sums, sum_of_parts
+from . import triton_few
 
 BLOCK_T = 64
 """Tokens of every tile. Up to this number, products take about the time of reading the weight."""
@@ -88,8 +89,8 @@ def invariant_kernel(
 
 
 def compile_cases() -> list[CompileCase]:
-    """Cases of the kernel: split and not, dtypes, and inputs with a tail."""
-    return [
+    """Cases of the kernels: split and not, dtypes, and inputs with a tail."""
+    return triton_few.compile_cases() + [
         make_case(
             f"linear invariant {dtype} parts{parts}{' split' if is_split else ''}{' padded' if is_padded else ''}",
             invariant_kernel,

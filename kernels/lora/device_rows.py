@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..rms_norm import NormWeight
 from ..side_stream import Join, prepare, run_alongside
 from ..tuning import bucket, tuned
 from ..tuning.configs import LoRAExpandConfig, LoRAShrinkConfig
@@ -28,6 +29,7 @@ from .triton import (
     fit_registers,
     gain_kernel,
     shrink_kernel,
+    with_norm,
 )
 
 
@@ -75,6 +77,21 @@ class Shrunk(NamedTuple):
     join: Join
 
 
+class Expansion(NamedTuple):
+    """Arguments of a product that expands in its own launch (`linear/triton_few.py`), in order."""
+
+    b: Tensor
+    live: Tensor
+    groups: Tensor
+    h: Tensor
+    row_stride: int
+    live_stride: int
+    h_stride: int
+    units: int
+    max_splits: int
+    split_block: int
+
+
 class TritonRows:
     """Rank rows of one projection or of the token embeddings, as the kernels read them; views of the pool's tensors."""
 
@@ -118,6 +135,23 @@ class TritonRows:
             table = torch.tensor(large + small, dtype=torch.int32, device=a.device)
             self._output_blocks[tile] = _Blocks(table, len(large), len(small))
 
+    def expansion(self, x: Tensor, groups: RowGroups, norm: NormWeight | None) -> Expansion | None:
+        """Shrink x [T, in] in one launch, and return the arguments of a product that does the rest; None when no token
+        has an adapter. With a `norm` the product must normalise x too.
+
+        Raises:
+            ValueError: shapes or dtypes that do not match.
+        """
+        x = self._checked(x, groups)
+        if not groups.max_tiles:
+            return None
+        config = self._shrink_configs[groups.tile]
+        config = config if norm is None else with_norm(config, x.element_size())
+        splits, h = self._allocate(x, groups, config)
+        self._shrink(x, h, groups, splits, config, norm)
+        strides = self._b.stride(0), self._live.stride(0)
+        return Expansion(self._b, self._live, groups.data, h, *strides, groups.h_size, *splits)
+
     def shrink(self, x: Tensor, groups: RowGroups) -> Shrunk | None:
         """Start x a[rows, s]ᵀ for the tokens of each group and each slice s, concurrently with launches until `add`
         joins it; None when no token has an adapter.
@@ -129,18 +163,26 @@ class TritonRows:
         Raises:
             ValueError: shapes or dtypes that do not match.
         """
+        x = self._checked(x, groups)
+        if not groups.max_tiles:
+            return None
+        config = self._shrink_configs[groups.tile]
+        splits, h = self._allocate(x, groups, config)
+        join = run_alongside(lambda: self._shrink(x, h, groups, splits, config), x.device)
+        return Shrunk(x, h, splits, join)
+
+    def _checked(self, x: Tensor, groups: RowGroups) -> Tensor:
+        """Return x [T, in] with contiguous rows."""
         if x.dtype != self._a.dtype or x.shape[1] != self._in_features or len(x) < groups.stop:
             raise ValueError(
                 f"x {tuple(x.shape)} {x.dtype} must be [T, {self._in_features}] of {self._a.dtype}, T >= {groups.stop}"
             )
-        if not groups.max_tiles:
-            return None
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        splits = self._splits(self._shrink_configs[groups.tile], groups)
-        h = torch.empty(self._num_slices * splits.most, groups.h_size, dtype=torch.float32, device=x.device)
-        join = run_alongside(lambda: self._shrink(x, h, groups, splits), x.device)
-        return Shrunk(x, h, splits, join)
+        return x if x.stride(1) == 1 else x.contiguous()
+
+    def _allocate(self, x: Tensor, groups: RowGroups, config: LoRAShrinkConfig) -> tuple[_Splits, Tensor]:
+        """Splits of a shrink, and memory for its results."""
+        splits = self._splits(config, groups)
+        return splits, torch.empty(self._num_slices * splits.most, groups.h_size, dtype=torch.float32, device=x.device)
 
     def add(self, y: Tensor, x: Tensor, groups: RowGroups, shrunk: Shrunk | None = None) -> None:
         """y[:, s] += (x a[rows, s]ᵀ) b[rows, s] for the tokens of each group and each slice s; y is mutated.
@@ -163,11 +205,18 @@ class TritonRows:
             shrunk.join()
             self._expand(y, groups, shrunk.h, None, shrunk.splits)
 
-    def _shrink(self, x: Tensor, h: Tensor, groups: RowGroups, splits: _Splits) -> None:
-        config = self._shrink_configs[groups.tile]
+    def _shrink(
+        self,
+        x: Tensor,
+        h: Tensor,
+        groups: RowGroups,
+        splits: _Splits,
+        config: LoRAShrinkConfig,
+        norm: NormWeight | None = None,
+    ) -> None:
         units = groups.max_items * self._num_slices * splits.most
         shrink_kernel[(min(units, _num_programs(x.device, config.programs)),)](
-            *(x, self._a, self._live, groups.data, h),
+            *(x, self._a, self._live, groups.data, h, *((h, 1.0) if norm is None else (norm.scale, norm.unit))),
             *(x.stride(0), self._a.stride(0), self._live.stride(0), groups.h_size, splits.units, splits.most),
             FEATURES=self._in_features,
             SLICES=self._num_slices,
@@ -176,6 +225,7 @@ class TritonRows:
             BLOCK=config.block,
             DOT_BLOCK=config.dot_block,
             SINGLE=int(not groups.invariant),
+            HAS_NORM=norm is not None,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )

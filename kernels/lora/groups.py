@@ -1,7 +1,9 @@
 """Tokens of a step grouped by adapter, as the Triton kernels read them: one int32 array, copied once a step.
 
     header  | tiles | items | order | rows          offsets of the last three, and the counts, are in the header, and
-                                                    whether the tiles are mostly shared
+                                                    whether the tiles are mostly shared; and, for the product of few
+                                                    rows (`linear/triton_few.py`), the number of rows, and of each of
+                                                    16 tokens the first row, the rank and the first value
 
 A *group* is all tokens of one adapter, contiguous or not: `order` lists the step's adapter tokens group by group, so
 that decode rows of one adapter share loads of its weights. A *tile* is up to `tile` tokens of a group with all its
@@ -26,8 +28,12 @@ from ..staging import staged
 
 BLOCK_ROWS = 16
 """Rank rows of an item: the fewest that a tensor core takes."""
-HEADER = ENTRY = 8
-"""Numbers of int32 in the header, and in a tile or an item."""
+FEW_TOKENS = 16
+"""Most tokens of a step that are listed one by one."""
+ENTRY = 8
+"""Numbers of int32 in a tile or an item."""
+HEADER = 8 + 3 * FEW_TOKENS
+"""Numbers of int32 before the tiles: eight of the step, and three lists of the first tokens."""
 SHARED_TOKENS = 2
 """Average tokens of a tile from which the expand takes small blocks of outputs: there are fewer tiles, and each takes
 longer."""
@@ -88,6 +94,8 @@ class RowGroups:
         """
         self.num_tokens = num_tokens
         self.invariant = invariant
+        self.is_few = num_tokens <= FEW_TOKENS and not invariant
+        """True when the array lists each token, for a product that expands in its own launch."""
         self.tile = tile_tokens(0 if invariant else num_tokens)
         self.stop = max((stop for _, stop, _ in segments), default=0)
         if self.stop > num_tokens:
@@ -113,7 +121,7 @@ def _array(segments: Sequence[Segment], tile: int) -> tuple[NDArray[np.int32], t
     """
     segments = [segment for segment in segments if segment[1] > segment[0] and len(segment[2])]
     if not segments:
-        return np.array([0, 0, HEADER, HEADER, HEADER, 0, 0, 0], np.int32), (0, 0, 0)
+        return np.array([0, 0, HEADER, HEADER, HEADER, *[0] * (HEADER - 5)], np.int32), (0, 0, 0)
     places_of: dict[int, int] = {}
     group_of = np.array([places_of.setdefault(int(rows[0]), len(places_of)) for _, _, rows in segments])
     by_group = np.argsort(group_of, kind="stable")
@@ -129,8 +137,9 @@ def _array(segments: Sequence[Segment], tile: int) -> tuple[NDArray[np.int32], t
     first_item = HEADER + tiles.size
     first_token = first_item + items.size
     is_shared = int(len(order) >= SHARED_TOKENS * len(tiles))
-    header = [len(tiles), len(items), first_item, first_token, first_token + len(order), is_shared, 0, 0]
-    array = np.concatenate([header, tiles.ravel(), items.ravel(), order, *group_rows]).astype(np.int32)
+    header = [len(tiles), len(items), first_item, first_token, first_token + len(order), is_shared, int(ranks.sum()), 0]
+    tokens = _tokens(order, counts, ranks, places)
+    array = np.concatenate([header, tokens.ravel(), tiles.ravel(), items.ravel(), order, *group_rows]).astype(np.int32)
     return array, (len(tiles), len(items), int((counts * ranks).sum()))
 
 
@@ -156,6 +165,18 @@ def _tiles(counts: Ints, ranks: Ints, places: tuple[Ints, Ints, Ints], tile: int
     entries[:, 2], entries[:, 3] = rows, rank
     entries[:, 4], entries[:, 5] = values + offset * rank, rank
     return entries
+
+
+def _tokens(order: Ints, counts: Ints, ranks: Ints, places: tuple[Ints, Ints, Ints]) -> Ints:
+    """First row in `rows`, rank, and first value between shrink and expand of each of the first tokens of the step, [3,
+    FEW_TOKENS]; 0 for tokens without an adapter."""
+    listed = np.zeros((3, FEW_TOKENS), np.int64)
+    group = np.repeat(np.arange(len(counts)), counts)
+    tokens, rows, values = (place[group] for place in places)
+    value = values + (np.arange(len(order)) - tokens) * ranks[group]
+    few = order < FEW_TOKENS
+    listed[:, order[few]] = np.stack([rows, ranks[group], value])[:, few]
+    return listed
 
 
 def _items(tiles: Ints) -> Ints:

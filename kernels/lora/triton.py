@@ -14,8 +14,9 @@ import triton.language as tl
 
 from ..compile_case import CompileCase, make_case
 from ..tuning.configs import LoRAExpandConfig, LoRAShrinkConfig
-from .groups import BLOCK_ROWS
+from .groups import BLOCK_ROWS, HEADER
 
+_HEADER = tl.constexpr(HEADER)
 MAX_SPLITS = 16
 """Most parts of a shrink's sums; the expand adds them up."""
 MIN_SPLIT_INPUTS = 256
@@ -40,6 +41,12 @@ INVARIANT_UNITS = 1 << 30
 """More units of work than any launch has, so that the number of parts is always the maximum."""
 EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
 """Parts of the shrink's sums that an expand loads at once, by the number of tokens: as many as registers hold."""
+
+
+def with_norm(config: LoRAShrinkConfig, itemsize: int) -> LoRAShrinkConfig:
+    """Config of a shrink that multiplies its inputs by a norm's weights, in float32: with more 16-bit inputs at a time
+    some registers spill on Blackwell."""
+    return config if itemsize == 4 else replace(config, dot_block=min(config.dot_block, 128))
 
 
 def fit_registers(config: LoRAExpandConfig, alignment: int, itemsize: int, *, embeds: bool) -> LoRAExpandConfig:
@@ -74,12 +81,17 @@ def _rows_of(pool_rows, first, num_rows, live, live_stride, part_slice, ROWS: tl
 
 
 @triton.jit
-def _shrink_token(x, weights, alive, start, stop, FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _shrink_token(
+    x, scale, scale_unit, weights, alive, start, stop,
+    FEATURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     """Products [ROWS] of one token's inputs [start, stop) with rows of A."""
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(start, stop, BLOCK, loop_unroll_factor=2):
         k = first + tl.arange(0, BLOCK)
         inputs = tl.load(x + k, mask=k < FEATURES, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            inputs *= tl.load(scale + k, mask=k < FEATURES, other=0.0) * scale_unit
         inside = alive[:, None] & (k < FEATURES)[None, :]
         tile = tl.load(weights[:, None] + k[None, :], mask=inside, other=0.0)
         sums += tile.to(tl.float32) * inputs[None, :]
@@ -88,22 +100,17 @@ def _shrink_token(x, weights, alive, start, stop, FEATURES: tl.constexpr, ROWS: 
 
 @triton.jit
 def _shrink_tile(
-    x,
-    known,
-    weights,
-    alive,
-    start,
-    stop,
-    FEATURES: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, scale, scale_unit, known, weights, alive, start, stop,
+    FEATURES: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
     """Products [TILE, ROWS] of the inputs [start, stop) of the tokens at `x` [TILE] with rows of A."""
     products = tl.zeros([TILE, ROWS], tl.float32)
     for first in tl.range(start, stop, BLOCK):
         k = first + tl.arange(0, BLOCK)
         inputs = tl.load(x[:, None] + k[None, :], mask=known[:, None] & (k < FEATURES)[None, :], other=0.0)
+        if HAS_NORM:
+            factors = tl.load(scale + k, mask=k < FEATURES, other=0.0) * scale_unit
+            inputs = (inputs.to(tl.float32) * factors[None, :]).to(inputs.dtype)
         inside = alive[None, :] & (k < FEATURES)[:, None]
         tile = tl.load(weights[None, :] + k[:, None], mask=inside, other=0.0)
         products = tl.dot(inputs, tile, products, input_precision="ieee")
@@ -119,6 +126,8 @@ def shrink_kernel(
     live,  # [R, SLICES] uint8
     groups,
     h,  # [SLICES, splits, h_stride] float32
+    scale,  # [FEATURES] float32 of a norm whose root mean square divides the results later
+    scale_unit,  # factor of `scale`
     x_stride,
     row_stride,
     live_stride,
@@ -132,8 +141,10 @@ def shrink_kernel(
     BLOCK: tl.constexpr,  # inputs at a time for one token
     DOT_BLOCK: tl.constexpr,  # and for several
     SINGLE: tl.constexpr,  # tokens of a tile that uses multiply-adds: 1, or 0 for none
+    HAS_NORM: tl.constexpr,
 ):
-    """h[s, split, place] = x[t, chunk] · A[row, s, chunk], for the tokens and rows of each item."""
+    """h[s, split, place] = x[t, chunk] · A[row, s, chunk], for the tokens and rows of each item; with HAS_NORM inputs
+    are multiplied by scale · scale_unit first."""
     items = groups + tl.load(groups + 2)
     order = groups + tl.load(groups + 3)
     pool_rows = groups + tl.load(groups + 4)
@@ -156,13 +167,18 @@ def shrink_kernel(
             out = h + part.to(tl.int64) * h_stride + tl.load(item + 4)
             if num_tokens == SINGLE:
                 source = x + tl.load(token_ids).to(tl.int64) * x_stride
-                sums = _shrink_token(source, weights, alive, start, stop, FEATURES, ROWS, BLOCK)
+                sums = _shrink_token(
+                    source, scale, scale_unit, weights, alive, start, stop, FEATURES, ROWS, BLOCK, HAS_NORM
+                )  # fmt: skip
                 tl.store(out + r, sums, mask=r < num_rows)
             else:
                 m = tl.arange(0, TILE)
                 known = m < num_tokens
                 sources = x + tl.load(token_ids + m, mask=known, other=0).to(tl.int64) * x_stride
-                products = _shrink_tile(sources, known, weights, alive, start, stop, FEATURES, TILE, ROWS, DOT_BLOCK)
+                products = _shrink_tile(
+                    sources, scale, scale_unit, known, weights, alive, start, stop,
+                    FEATURES, TILE, ROWS, DOT_BLOCK, HAS_NORM,
+                )  # fmt: skip
                 places = m[:, None] * tl.load(item + 5) + r[None, :]
                 tl.store(out + places, products, mask=known[:, None] & (r < num_rows)[None, :])
 
@@ -257,7 +273,7 @@ def expand_kernel(
     if not EMBEDDING:
         splits, _ = split_inputs(features, tl.load(groups + 1) * num_slices, units, max_splits, split_block)
     for unit in tl.range(tl.program_id(0), tl.load(groups) * num_blocks, tl.num_programs(0)):
-        tile = groups + 8 + unit // num_blocks * 8
+        tile = groups + _HEADER + unit // num_blocks * 8
         block = blocks + unit % num_blocks * 4
         part_slice = tl.load(block)
         first = tl.multiple_of(tl.load(block + 1), ALIGNMENT)
@@ -330,11 +346,16 @@ def compile_cases() -> list[CompileCase]:
         common = {"TILE": tile, "ROWS": BLOCK_ROWS, "SINGLE": 1}
         label = f"{dtype} tile{tile}"
         shrink = common | {"FEATURES": features, "SLICES": 3, "BLOCK": shrinks.block, "DOT_BLOCK": shrinks.dot_block}
-        types = pool | {"x a": f"*{dtype}", "h": "*fp32"}
+        shrink["HAS_NORM"] = False
+        types = pool | {"x a": f"*{dtype}", "h scale": "*fp32", "scale_unit": "fp32"}
         name = f"lora shrink {label} in{features}"
         cases.append(make_case(name, shrink_kernel, shrink, types, **_launch(shrinks)))
         cases += [_one_slice(cases[-1])] if one_slice else []
         cases += [_invariant(cases[-1])] if one_slice and tile == 16 else []
+        if tile == 16:
+            normed = with_norm(shrinks, 4 if dtype == "fp32" else 2)
+            constants = shrink | {"HAS_NORM": True, "BLOCK": normed.block, "DOT_BLOCK": normed.dot_block}
+            cases.append(make_case(f"{name} norm", shrink_kernel, constants, types, **_launch(normed)))
         alignment = 16 if features % 16 == 0 else 1
         itemsize = 4 if dtype == "fp32" else 2
         expands = fit_registers(expands, alignment, itemsize, embeds=False)

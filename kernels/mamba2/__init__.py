@@ -11,6 +11,7 @@ C, P of a head, S slots of states.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -41,6 +42,10 @@ class GroupNorm(NamedTuple):
     """[H · P] float32"""
     eps: float
     is_before_gate: bool
+    size: int
+    """Elements of a group, of which this process may have a part."""
+    sum: Callable[[Tensor], Tensor] | None = None
+    """Sum of [T, J, 1] over the processes that have parts of the same groups; None: this one has all."""
 
 
 class MixerWeights(NamedTuple):
@@ -62,6 +67,11 @@ def mamba2(inputs: Projected, weights: MixerWeights, plan: StatePlan, states: Te
     """Compute o [T, H · P], contiguous, in the inputs' dtype; sums are made in float32. The `states` [S, H, N, P]
     float32 that `plan` names are written."""
     assert len(inputs.mixed) == plan.num_tokens, "a row for each token of the plan"
+    if weights.norm is not None and weights.norm.sum is not None:
+        if weights.norm.is_before_gate:
+            return _torch.mamba2(inputs, weights, plan, states)
+        gated = mamba2(inputs, weights._replace(norm=None), plan, states)
+        return _torch.normalise(gated.float(), weights.norm, weights.groups).to(gated.dtype)
     if use_triton(inputs.mixed):
         from . import triton as _triton
 

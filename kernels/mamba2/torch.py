@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..state_plan import CHUNK, Run, StatePlan
 
 if TYPE_CHECKING:
-    from . import MixerWeights, Projected
+    from . import GroupNorm, MixerWeights, Projected
 
 
 class ScanInputs(NamedTuple):
@@ -51,10 +51,16 @@ def _gated(y: Tensor, gate: Tensor, weights: MixerWeights) -> Tensor:
         return y * F.silu(gate)
     if not norm.is_before_gate:
         y = y * F.silu(gate)
-    grouped = y.unflatten(1, (weights.groups, -1))
-    grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + norm.eps)
-    y = grouped.flatten(1) * norm.scale
+    y = normalise(y, norm, weights.groups)
     return y * F.silu(gate) if norm.is_before_gate else y
+
+
+def normalise(y: Tensor, norm: GroupNorm, groups: int) -> Tensor:
+    """Norm of y [T, H · P] in float32 by groups."""
+    grouped = y.unflatten(1, (groups, -1))
+    squares = grouped.square().sum(-1, keepdim=True)
+    squares = squares if norm.sum is None else norm.sum(squares)
+    return (grouped * torch.rsqrt(squares / norm.size + norm.eps)).flatten(1) * norm.scale
 
 
 def scan(inputs: ScanInputs, plan: StatePlan, memory: Tensor) -> Tensor:

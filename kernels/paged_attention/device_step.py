@@ -19,6 +19,7 @@ from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup
 from .settle import BLOCK, advance_kernel, settle_kernel
 from .torch import LayerKV
 from .triton import Features, attention_constants, attention_kernel, window_kind
+from .whole_prompts import WholePrompts, find_whole_prompts
 from .write import write_constants, write_kernel
 
 _LOG2_E = 1.4426950408889634
@@ -60,6 +61,7 @@ class DeviceStep:
         self._device = device
         self._layout = planner.reserve(rows) if isinstance(rows, Capacity) else planner.layout(rows)
         self._parts: tuple[Tensor, Tensor] | None = None
+        self._whole: WholePrompts | None = None
         if isinstance(rows, Capacity):
             size = self._layout.size
             self._data = torch.zeros(size, dtype=torch.int32, device=device) if storage is None else storage
@@ -70,6 +72,8 @@ class DeviceStep:
         else:
             self._data = to_device(planner.pack(rows, self._layout), device)
             self._parts = self._make_parts()
+            if planner.fuses_prompts:
+                self._whole = find_whole_prompts(rows, planner.max_short_queries, first_key)
         # How many programs of each tile and KV head have written their part; 0 between launches.
         self._arrived = torch.zeros(
             self._layout.num_tiles * planner.shape.num_kv_heads, dtype=torch.int32, device=device
@@ -133,14 +137,14 @@ class DeviceStep:
         window: Window,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], whose queries may be mutated
-        (they are if keys are the values too); return [T, H · D]. With a window a query at position p sees
-        (p - window, p]. If qkv has queries alone, [T, H · D], the cache holds the tokens' keys and values already.
+        """Attend with a projection's output, heads side by side: qkv [T, (H + 2 Hk) · D], which may be mutated; return
+        [T, H · D]. With a window a query at position p sees (p - window, p]. If qkv has queries alone, [T, H · D], the
+        cache holds the tokens' keys and values already.
 
         Queries and keys are first normalised, if there is a `norm` (of scale [H + Hk, D]), and rotated, in float32.
         Values that are not finite are written as 0, and keys are limited: see `write_kv`. `sinks` [H] are float32.
         """
-        prologue = None
+        prologue = whole = None
         if qkv.shape[1] == self._planner.shape.num_heads * self._planner.shape.head_dim:
             assert not self._planner.options.shared, "such a model has keys in each layer"
             assert not self._planner.invariant, "such a model is refused"
@@ -148,19 +152,32 @@ class DeviceStep:
             self._check(qkv, rotation, kv, kinds=0)
         elif self._planner.options.shared or self._planner.invariant:
             self.write_qkv(qkv, rotation, norm, kv)
+        elif self._whole is not None and self._whole.serves(window, sinks, kv, qkv.dtype):
+            whole = self._whole
+            self.write_qkv(qkv, rotation, norm, kv, in_place=True)
         else:
             prologue = _Prologue(rotation, norm, self._layout.writes)
             if prologue.writes:
                 self._check(qkv, rotation, kv)
             else:  # queries, most of what would be read and written, are rotated when they are attended with
                 self.write_qkv(qkv, rotation, norm, kv, queries=False)
-        return self._attend(qkv, prologue, kv, window, sinks)
+        out = self._attend(qkv, prologue, kv, window, sinks, has_long=whole is None)
+        if whole is not None:
+            whole.attend(qkv, out, self._planner.shape, self._planner.options.scale)
+        return out
 
     def write_qkv(
-        self, qkv: Tensor, rotation: Rotation, norm: NormWeight | None, kv: LayerKV, *, queries: bool = True
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        norm: NormWeight | None,
+        kv: LayerKV,
+        *,
+        queries: bool = True,
+        in_place: bool = False,
     ) -> Tensor:
         """Normalise, rotate and write as `attend_qkv` does; return the queries [T, H, D], a view of `qkv`. Without
-        `queries` they stay as they are."""
+        `queries` they stay as they are; with `in_place` the keys and values of `qkv` become those of the cache."""
         num_heads, num_kv_heads, dim = self._planner.shape
         self._check(qkv, rotation, kv)
         kinds = self._kinds
@@ -171,7 +188,10 @@ class DeviceStep:
         if queries:
             parts += triton.cdiv(num_heads, config.block_heads)
         constants = write_constants(
-            self._planner.shape, config, self._planner.options, norm=norm is not None, queries=queries
+            *(self._planner.shape, config, self._planner.options),
+            norm=norm is not None,
+            queries=queries,
+            in_place=in_place,
         )
         scale, root = (norm.scale, norm.root_value) if norm is not None else (q, 0.0)
         write_kernel[(len(q), parts)](
@@ -205,13 +225,21 @@ class DeviceStep:
                 raise ValueError(f"a cache must be {self._dtype} or torch.float8_e4m3fn; got {cache.dtype}")
 
     def _attend(
-        self, qkv: Tensor, prologue: _Prologue | None, kv: LayerKV, window: Window, sinks: Tensor | None
+        self,
+        qkv: Tensor,
+        prologue: _Prologue | None,
+        kv: LayerKV,
+        window: Window,
+        sinks: Tensor | None,
+        *,
+        has_long: bool = True,
     ) -> Tensor:
+        """Attend for all groups, or without `has_long` for that of the short rows."""
         num_heads, _, dim = self._planner.shape
         out = torch.empty(len(qkv), num_heads * dim, dtype=qkv.dtype, device=qkv.device)
         parts = self._parts or self._make_parts()
         tiles = self._data
-        for group in self._layout.groups:
+        for group in self._layout.groups if has_long else self._layout.groups[:-1]:
             results = (out, *(parts if group.num_splits > 1 else (out, out)))
             if self._planner.invariant:
                 self._attend_invariant(qkv, kv, group, tiles, results, window, sinks)

@@ -144,6 +144,8 @@ class Planner:
     options: AttentionOptions = DEFAULT_OPTIONS
     invariant: bool = False
     """True: all tiles have one size and one launch config, for `invariant.py`; their splits change no bit."""
+    fuses_prompts: bool = False
+    """True: torch attends to whole prompts; see `whole_prompts.py`."""
 
     @property
     def write_config(self) -> KVWriteConfig:

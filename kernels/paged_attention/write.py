@@ -130,10 +130,11 @@ def write_kernel(
     keys, values, key_head_stride, value_head_stride, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    QUERIES: tl.constexpr,
+    QUERIES: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """Normalise, if NORM, and rotate k and, with QUERIES, q [T, HEADS, D] (mutated); write k and v [T, KV_HEADS, D] to
-    `slots` [T] (negative: nowhere) of the cache; keys and values are mutated. A program takes some heads of a token."""
+    `slots` [T] (negative: nowhere) of the cache; keys and values are mutated. With IN_PLACE k and v then hold what the
+    cache does, if it has their dtype. A program takes some heads of a token."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     there = tl.arange(0, BLOCK_HALF) < HALF
@@ -170,6 +171,9 @@ def write_kernel(
             target = keys + heads * key_head_stride + slot * (2 * HALF)
             tl.store(target + first[None, :], _storable(low, keys.dtype.element_ty, True), mask=mask)
             tl.store(target + second[None, :], _storable(high, keys.dtype.element_ty, True), mask=mask)
+            if IN_PLACE:
+                tl.store(source + first[None, :], _storable(low, k.dtype.element_ty, True), mask=mask)
+                tl.store(source + second[None, :], _storable(high, k.dtype.element_ty, True), mask=mask)
         else:
             columns = tl.arange(0, BLOCK_HALF)
             heads = (part - query_parts - key_parts) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
@@ -180,10 +184,19 @@ def write_kernel(
             target = values + heads * value_head_stride + slot * (2 * HALF)
             tl.store(target + columns[None, :], _storable(low, values.dtype.element_ty, False), mask=mask)
             tl.store(target + HALF + columns[None, :], _storable(high, values.dtype.element_ty, False), mask=mask)
+            if IN_PLACE:
+                tl.store(source + columns[None, :], _storable(low, v.dtype.element_ty, False), mask=mask)
+                tl.store(source + HALF + columns[None, :], _storable(high, v.dtype.element_ty, False), mask=mask)
 
 
 def write_constants(
-    shape: Shape, config: KVWriteConfig, options: AttentionOptions = DEFAULT_OPTIONS, *, norm: bool, queries: bool
+    shape: Shape,
+    config: KVWriteConfig,
+    options: AttentionOptions = DEFAULT_OPTIONS,
+    *,
+    norm: bool,
+    queries: bool,
+    in_place: bool = False,
 ) -> dict[str, Any]:
     """Constants of `write_kernel`."""
     half = shape.head_dim // 2
@@ -197,6 +210,7 @@ def write_constants(
         "NORM": norm,
         "INTERLEAVED": options.interleaved,
         "QUERIES": queries,
+        "IN_PLACE": in_place,
     }
 
 
@@ -208,7 +222,7 @@ def _write_case(
     return make_case(
         f"paged_attention write {name}{dtype} d{shape.head_dim}",
         write_kernel,
-        write_constants(shape, config, options, norm=norm, queries="queries" in name),
+        write_constants(shape, config, options, norm=norm, queries="queries" in name, in_place="place" in name),
         {"q k v cos sin": f"*{dtype}", "keys values": f"*{cache}", "slots": "*i32", "root_squared": "fp32"}
         | {"scale": "*fp32" if norm else f"*{dtype}", f"{strides} angle_stride": "i64"}
         | {"key_head_stride value_head_stride": "i64"},
@@ -222,6 +236,7 @@ def write_cases() -> list[CompileCase]:
     return [
         _write_case("queries ", "bf16", common, "bf16", norm=False),
         _write_case("", "bf16", common, "bf16", norm=False),
+        _write_case("queries in place ", "bf16", common, "bf16", norm=True),
         _write_case("norm ", "bf16", common, "bf16", norm=True),
         _write_case("norm queries ", "fp32", wide, "fp32", norm=True),
         _write_case("", "fp16", odd, "fp16", norm=False),

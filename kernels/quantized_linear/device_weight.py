@@ -8,6 +8,7 @@ O outputs, I inputs, G groups, S bytes of a row of codes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +61,8 @@ class DeviceWeight:
     """True: inputs are rounded to int8."""
     float8_scale: float | None = None
     """Scale with which inputs are rounded to float8; 0: each row has its own; None: they are not rounded."""
+    float8_bound: float = math.inf
+    """See `QuantizedWeight.float8_bound`."""
     has_one_factor: bool = False
     """True when all factors are equal."""
 
@@ -194,8 +197,9 @@ def _concatenate(parts: Sequence[DeviceWeight]) -> DeviceWeight:
     float8_scales = [part.float8_scale for part in parts if part.float8_scale is not None]
     return replace(
         parts[0],
-        # One rounding serves all parts: the largest scale cuts nothing off.
+        # One rounding serves all parts: the largest scale and the largest bound cut off no more than their parts do.
         float8_scale=(max(float8_scales) if all(float8_scales) else 0.0) if float8_scales else None,
+        float8_bound=max(part.float8_bound for part in parts),
         has_one_factor=all(part.has_one_factor for part in parts) and len({float(p.factors[0]) for p in parts}) == 1,
         codes=torch.cat([part.codes for part in parts]),
         factors=torch.cat([part.factors for part in parts]),
@@ -244,6 +248,7 @@ def _store(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceWeight:
         inputs=weight.shape[1],
         rounds_inputs=weight.input_bits == 8,
         float8_scale=weight.float8_scale if rounds_float8 else None,
+        float8_bound=weight.float8_bound,
         has_one_factor=rounds_float8 and bool((factors == factors[0]).all()),
     )
 

@@ -1,6 +1,6 @@
 """Products of float8 weights with inputs that are rounded to float8 e4m3, as the checkpoint specifies.
 
-    x ≈ s · q,  s = max |x| / 448 of each row, or the checkpoint's number;  q = float8(x / s), ties to even
+    x ≈ s · q,  s = min(max |x|, bound) / 448 of each row, or the checkpoint's number;  q = float8(x / s), ties to even
     y = s · factors · (q · codes) + b
 
 Sums are in float32, so that y differs from x Wᵀ by the rounding of inputs alone. Few tokens are
@@ -38,17 +38,18 @@ def _nearest(value):
     return tl.where(value == value, near, value)
 
 
-@triton.jit(do_not_specialize=["fixed"])
+@triton.jit(do_not_specialize=["fixed", "bound"])
 def float8_kernel(
     x,  # [T, IN]
     rounded,  # [T, COLUMNS] float8 e4m3, or of another dtype that holds its numbers
     scales,  # [T] float32
-    IN, COLUMNS, x_stride, fixed,
+    IN, COLUMNS, x_stride, fixed, bound,
     IS_FIXED: tl.constexpr,  # all rows have the scale `fixed`
     CHUNK: tl.constexpr,  # order of the columns: that of a weight's codes
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """scales = max |x| / 448 of each row, or `fixed`; rounded = x / scale, and zeros after the inputs."""
+    """scales = min(max |x|, bound) / 448 of each row, or `fixed`; rounded = x / scale, limited to ±448, and zeros after
+    the inputs."""
     token = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, BLOCK)
     scale = fixed
@@ -58,7 +59,7 @@ def float8_kernel(
             k = start + step
             value = tl.load(x + token * x_stride + k, mask=k < IN, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(value))
-        scale = tl.math.div_rn(tl.max(largest, 0), LARGEST)
+        scale = tl.math.div_rn(tl.minimum(tl.max(largest, 0), bound), LARGEST)
     divisor = tl.where(scale > 0, scale, 1.0)
     total = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, COLUMNS, BLOCK):
@@ -81,7 +82,7 @@ def round_inputs(x: Tensor, weight: DeviceWeight, *, as_codes: bool) -> tuple[Te
     rounded = torch.empty(len(x), columns, dtype=torch.float8_e4m3fn if as_codes else x.dtype, device=x.device)
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     float8_kernel[(len(x),)](
-        *(x, rounded, scales, x.shape[1], columns, x.stride(0), float(weight.float8_scale)),
+        *(x, rounded, scales, x.shape[1], columns, x.stride(0), float(weight.float8_scale), weight.float8_bound),
         IS_FIXED=weight.float8_scale > 0,
         CHUNK=weight.chunk if as_codes else 1,
         BLOCK=BLOCK,
@@ -114,7 +115,7 @@ def float8_cases() -> list[CompileCase]:
     cases = []
     for is_fixed, result, chunk in ((False, "fp8e4nv", chunk_of(128)), (True, "bf16", 1), (False, "bf16", 1)):
         constants = {"IS_FIXED": is_fixed, "CHUNK": chunk, "BLOCK": BLOCK}
-        types = {"x": "*bf16", "rounded": f"*{result}", "scales": "*fp32", "fixed": "fp32"}
+        types = {"x": "*bf16", "rounded": f"*{result}", "scales": "*fp32", "fixed bound": "fp32"}
         name = f"quantized_linear float8 {result}{' fixed' if is_fixed else ''}"
         archs = (80, 90, 100) if result == "bf16" else (90, 100)
         cases.append(make_case(name, float8_kernel, constants, types, num_warps=NUM_WARPS, archs=archs))

@@ -45,6 +45,8 @@ class QuantizedWeight:
     float8_scale: float | None = None
     """Scale with which the checkpoint's inputs are rounded to float8 e4m3, as its weights are; 0: each row has its own;
     None: they are not rounded. Devices that do not multiply float8 leave inputs as they are."""
+    float8_bound: float = math.inf
+    """Largest |x| that a row's own scale is made for; larger inputs are cut off there."""
     coarse_inputs: bool = False
     """True: kernels may round inputs to int8 if that is faster, with one scale for each group of a row."""
 
@@ -92,6 +94,33 @@ class QuantizedWeight:
         """Outputs `index` [n] in this order."""
         offsets = None if self.offsets is None else self.offsets[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
+
+    def take_columns(self, index: Tensor) -> QuantizedWeight | None:
+        """Inputs `index` [I] in this order; None if that would part the inputs of a group."""
+        if self.order is not None:
+            return None
+        codes = self.codes[:, index]
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=codes)
+        if len(index) % self.group:
+            return None
+        groups = index.view(-1, self.group)
+        first = groups[:, :1]
+        if (first % self.group).any() or not (groups == first + torch.arange(self.group)).all():
+            return None
+        moved = first.flatten() // self.group
+        offsets = None if self.offsets is None else self.offsets[:, moved]
+        return replace(self, codes=codes, scales=self.scales[:, moved], offsets=offsets)
+
+    def has_form_of(self, other: QuantizedWeight) -> bool:
+        """True if `cat` may join the two."""
+        fields = "bits", "group", "input_bits", "float8_scale", "float8_bound", "coarse_inputs"
+        if any(getattr(self, name) != getattr(other, name) for name in fields) or self.shape[1] != other.shape[1]:
+            return False
+        if self.order is not None or other.order is not None or (self.offsets is None) != (other.offsets is None):
+            return False
+        own, others = self.levels, other.levels
+        return own is others or (own is not None and others is not None and torch.equal(own, others))
 
     @staticmethod
     def cat(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

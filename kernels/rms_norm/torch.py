@@ -25,6 +25,9 @@ class NormWeight(NamedTuple):
     """Elements of a row: H."""
     repeats: int
     """Number of consecutive rows of H elements that have weights of their own."""
+    unit: float
+    """Factor of `scale` that makes its largest element 1/2 to 1, if it is finite: then no product with an input exceeds
+    the input's dtype."""
 
 
 def prepare(weight: Tensor, eps: float) -> NormWeight:
@@ -33,7 +36,9 @@ def prepare(weight: Tensor, eps: float) -> NormWeight:
     root = math.sqrt(eps * size)
     on_device = torch.tensor(root, dtype=torch.float32, device=weight.device)
     scale = (weight.float() * math.sqrt(size)).contiguous()
-    return NormWeight(scale, on_device, root, size, scale.numel() // size)
+    peak = float(scale.abs().amax())
+    unit = 2.0 ** -math.frexp(peak)[1] if math.isfinite(peak) else 1.0
+    return NormWeight(scale, on_device, root, size, scale.numel() // size, unit)
 
 
 def rms_norm(x: Tensor, weight: NormWeight) -> Tensor:

@@ -27,7 +27,8 @@ from ...kernels.lora.native import NativeRows, RowSegments, is_native
 from .pool import Allocation
 
 if TYPE_CHECKING:
-    from ...kernels.lora.device_rows import Shrunk, TritonRows
+    from ...kernels.lora.device_rows import Expansion, Shrunk, TritonRows
+    from ...kernels.rms_norm import NormWeight
 
 Live = NDArray[np.uint8]
 """[R, modules]: 0 if a rank row has no weights of a module."""
@@ -157,6 +158,17 @@ class LoraSite:
                 selection = RowSelection([owner], self._a.device)
                 found.append((start, stop, selection.gather(self._a).squeeze(1), selection.gather(self._b[0])))
         return found
+
+    def expands(self, adapters: LoraBatch) -> bool:
+        """True if `expansion` serves these tokens."""
+        return adapters.groups is not None and adapters.groups.is_few
+
+    def expansion(self, x: Tensor, adapters: LoraBatch, norm: NormWeight | None) -> Expansion | None:
+        """Shrink the inputs `x` [T, in], of which the product takes the `norm`, if there is one; return the arguments
+        with which it adds the adapters' deltas, None without adapters."""
+        assert self._grouped is not None
+        assert adapters.groups is not None
+        return self._grouped.expansion(x, adapters.groups, norm)
 
     def start(self, x: Tensor, adapters: LoraBatch) -> Shrunk | None:
         """Start the part of `add` that needs only the inputs `x` [T, in], concurrently with later launches; None if it

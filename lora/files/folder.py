@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 
-from ...platform.core.adapter_files import ADAPTER_FILES, DRAFT_FOLDER, AdapterFolder, files_digest
+from ...platform.core.adapter_files import ADAPTER_FILES, DRAFT_FOLDER, AdapterFolder, copied
 from ...platform.core.errors import AdapterError
 from ...platform.core.lora_request import LoRARequest
 from ...platform.core.speculative_config import MODEL_METHODS
@@ -52,7 +52,7 @@ class AdapterFiles:
             raise AdapterError(f"draft_path: the folder {quote_path(label)} does not exist", param="draft_path")
 
     def num_bytes(self, source: AdapterSource) -> int:
-        """Return the size of the files that `read` may read."""
+        """Return the memory that `read` may take: the size of the files, and of copies of them."""
         folders = [source.folder]
         with contextlib.suppress(AdapterError):  # `read` raises the error
             folders += filter(None, self._draft_folders(source) if self._draft is not None else ())
@@ -62,7 +62,7 @@ class AdapterFiles:
                 with contextlib.suppress(AdapterError, OSError):
                     found = folder.inspect(name)
                     size += 0 if found is None else found[1].st_size
-        return size
+        return size if source.digest is None else 2 * size  # its copies
 
     def read(self, source: AdapterSource) -> Adapter:
         """Read an adapter, and its draft weights.
@@ -71,10 +71,14 @@ class AdapterFiles:
             AdapterError: as in `WeightsReader.read`; the files are not those that were registered on another server.
                 The same for draft weights whose folder was named; other draft weights that do not fit are left out.
         """
-        folder = source.folder
-        most = self._target.limits.num_bytes
-        if source.digest is not None and files_digest(folder, yield_to_steps, most) != source.digest:
-            raise changed_error(folder.label)
+        if source.digest is None:
+            return self._read(source, source.folder)
+        with copied(source.folder, source.digest, yield_to_steps, self._target.limits.num_bytes) as folder:
+            if folder is None:
+                raise changed_error(source.folder.label)
+            return self._read(source, folder)
+
+    def _read(self, source: AdapterSource, folder: AdapterFolder) -> Adapter:
         self.check(source)
         target, digest = self._target.read(folder)
         found = self._read_draft(source)

@@ -65,7 +65,9 @@ _REFUSED_KEYS = (
 # Projections that some models merge, and their parts in other models.
 _MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Modules that transformers 5 renamed, and their names in checkpoints; heads that have another name in some models.
-_RENAMED = ((".mlp.", ".block_sparse_moe."), ("embed_out", LM_HEAD), ("backbone.", "model."))
+_RENAMED = (
+    *((".mlp.", ".block_sparse_moe."), ("embed_out", LM_HEAD), ("backbone.", "model."), (".forget_gate.", ".")),
+)
 _MORE_TENSORS, _MORE_ELEMENTS = 2048, 1 << 21
 """Tensors and numbers beyond those of the largest adapter; see `file_limits`."""
 _MAX_KEY = 1000

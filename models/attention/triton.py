@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 
 from ...kernels.paged_attention import RowArrays
 from ...kernels.paged_attention.device_step import DeviceStep
+from ...kernels.paged_attention.prompt_trial import prefers_torch
 from ...kernels.paged_attention.schedule import Capacity, Planner, gpu_of, is_supported
 from ...kernels.tuning import configs_of
 from ..batch import SequenceRows
@@ -30,7 +33,8 @@ class TritonAttention(AttentionBackend):
         self._spec = spec
         gpu = gpu_of(spec.device)
         configs = configs_of(spec.device)
-        self._planner = Planner(spec.shape, spec.dtype.itemsize, gpu, num_splits, configs, spec.options, self.invariant)
+        planner = Planner(spec.shape, spec.dtype.itemsize, gpu, num_splits, configs, spec.options, self.invariant)
+        self._planner = replace(planner, fuses_prompts=prefers_torch(planner, spec.dtype, spec.device))
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> DeviceStep:
         """See AttentionBackend."""

@@ -25,6 +25,8 @@ TOKENS = "tokenizer.ggml.tokens"
 _ARCHITECTURE = "general.architecture"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ROPE_DIVISORS = "rope_freqs.weight"
+_HEAD_MODULES = {"token_norm": "enorm", "hidden_norm": "hnorm", "fc": "eh_proj", "norm": "shared_head_norm"}
+"""Modules of a head for multi-token prediction in a file, by their canonical names."""
 _SHORT_DIVISORS, _LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
 # Keys of config.json by those of a GGUF file, where the architecture's name stands before them.
@@ -48,6 +50,7 @@ _KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "expert_used_count": "num_experts_per_tok",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
 # Keys of config.json's `rope_parameters` by those of a GGUF file.
 _SCALING_KEYS = {
@@ -84,7 +87,7 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         if "rope.dimension_count" in values:
             if family.neighbours_rotated:
                 config.setdefault("head_dim", values["rope.dimension_count"])
-            head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+            head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
             config["partial_rotary_factor"] = values["rope.dimension_count"] / head_dim
         pattern = values.get("attention.sliding_window_pattern")
         if isinstance(pattern, list):
@@ -127,20 +130,43 @@ def read_gguf(path: Path, names: Iterable[str], config: DecoderConfig) -> dict[s
         UnsupportedModelError: an architecture that is not served.
     """
     with reading(path):
-        import gguf
-
-        fields, tensors = open_gguf(path)
-        architecture = fields[_ARCHITECTURE]
-        family = _family(path, architecture)
-        known = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-        table = gguf.get_tensor_name_map(known, config.num_layers)
-        for name in {_ROPE_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS} & set(tensors):  # parts of the config
-            del tensors[name]
-        for layer in range(config.num_layers, config.num_layers + config.num_extra_layers):
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"blk.{layer}.")}
-        source = GgufTensors(path, tensors, family, config, table)
+        source = _source(path, config, range(config.num_layers, config.num_layers + config.num_extra_layers))
         found = {name: tensor for name in names if (tensor := source.find(name)) is not None}
         return found | source.rest()
+
+
+def read_gguf_head(path: Path, names: Iterable[str], config: DecoderConfig, index: int) -> dict[str, StoredTensor]:
+    """Tensors of the head for multi-token prediction that block `index` of a file is, by their canonical names: see
+    `PredictionHead`. Empty if the file has none.
+
+    Args:
+        names: Names that the head's layer knows, as of layer 0.
+        config: Config of that layer.
+
+    Raises:
+        NotFoundError, InvalidRequestError, UnsupportedModelError: see `read_gguf`.
+    """
+    with reading(path):
+        source = _source(path, config, (), num_layers=index + 1)
+        modules = {f"{ours}.weight": f"blk.{index}.nextn.{theirs}.weight" for ours, theirs in _HEAD_MODULES.items()}
+        asked = modules | {name: name.replace(".layers.0.", f".layers.{index}.", 1) for name in names}
+        found = {ours: tensor for ours, theirs in asked.items() if (tensor := source.find(theirs)) is not None}
+        return found if set(modules) <= set(found) else {}
+
+
+def _source(path: Path, config: DecoderConfig, without: Iterable[int], num_layers: int | None = None) -> GgufTensors:
+    """Tensors of a file but those of the blocks `without`, and those that are parts of the config."""
+    import gguf
+
+    fields, tensors = open_gguf(path)
+    architecture = fields[_ARCHITECTURE]
+    family = _family(path, architecture)
+    known = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(known, num_layers or config.num_layers)
+    dropped = tuple(f"blk.{layer}." for layer in without)
+    parts_of_config = {_ROPE_DIVISORS, _SHORT_DIVISORS, _LONG_DIVISORS}
+    kept = {n: tensor for n, tensor in tensors.items() if n not in parts_of_config and not n.startswith(dropped)}
+    return GgufTensors(path, kept, family, config, table)
 
 
 def read_gguf_fields(path: Path) -> dict[str, Any]:

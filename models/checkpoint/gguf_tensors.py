@@ -1,19 +1,23 @@
 """Tensors of a GGUF file under the names of a checkpoint, with the changes of llama.cpp's converter undone.
 
-Beside changes within a tensor (see `Matrix`) the converter splits some: `attn_k_b` and `attn_v_b` are parts of
-DeepSeek's kv_b_proj, `ffn_gate_exps` and `ffn_up_exps` alternating rows of gpt-oss's gate_up_proj. Old files of Phi-2
-have one tensor `attn_qkv` for three projections.
+In addition to changes within a tensor (see `Matrix`) the converter splits some: `attn_k_b` and `attn_v_b` are parts of
+DeepSeek's kv_b_proj, `ffn_gate_exps` and `ffn_up_exps` alternating rows of gpt-oss's gate_up_proj, `attn_qkv` and
+`attn_gate` rows of Qwen3-Next's in_proj_qkvz, and gate and up those of Granite 4's input_linear. It joins others: old
+files of Phi-2 have one tensor `attn_qkv` for three projections, `ffn_gate_up_exps` has the experts' gate and up, and
+`altup_proj` has the matrices of all streams.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..families.gguf_families import GgufFamily
-from .gguf_reader import reading
+from ..families.state_layers import DeltaNet
+from .gguf_matrix import Matrix
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,62 +27,14 @@ if TYPE_CHECKING:
     from ..layers.weights import Weight
     from .weight_files import StoredTensor
 
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_NUMBERED = re.compile(r"(?<=\.experts|jections)\.(\d+)(?=\.)")
+"""Number of an expert, or of a stream's matrix (Gemma 3n)."""
 _PROJECTION = re.compile(r"\.attn_([qkv])\.")
+_HALF = re.compile(r"(?<=\.experts\.)(gate|up)(?=_proj\.)")
 _SHARED_GATE = "ffn_gate_inp_shexp"
-_CORRECTION, _CONVOLUTION = "exp_probs_b", "shortconv.conv"
-
-
-class Matrix(NamedTuple):
-    """Tensor in a GGUF file, and what its converter did to the one in the checkpoint."""
-
-    path: Path
-    tensor: Any
-    stored: tuple[int, ...]
-    """Shape in the file."""
-    expert: int | None = None
-    """Index of the expert to whom this part of the tensor belongs."""
-    rows: np.ndarray | None = None
-    """[rows] index in the file of each row; None: they are in their order."""
-    offset: float = 0.0
-    """Number that the converter added to all elements."""
-    transposed: bool = False
-    """True: the checkpoint has the transposed matrix."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in the checkpoint."""
-        shape = self.stored if self.rows is None else (len(self.rows), *self.stored[1:])
-        return shape[::-1] if self.transposed else shape
-
-    def of_expert(self, index: int) -> Matrix:
-        """Part of an expert."""
-        return self._replace(expert=index, stored=self.stored[1:])
-
-    def read(self) -> Weight:
-        """The checkpoint's tensor; a matrix of a quantised type stays packed unless the converter changed its
-        numbers."""
-        import torch
-
-        from ..quantization.gguf_blocks import read_blocks
-
-        with reading(self.path, f"the tensor {self.tensor.name}"):
-            import gguf
-            import numpy as np
-
-            data = self.tensor.data if self.expert is None else self.tensor.data[self.expert]
-            if len(self.stored) == 2 and not self.transposed and not self.offset:
-                packed = read_blocks(self.tensor.tensor_type.name, data, self.stored)
-                if packed is not None:
-                    return packed if self.rows is None else packed.take(torch.from_numpy(self.rows))
-            values = gguf.dequantize(data, self.tensor.tensor_type).reshape(self.stored)
-            if self.rows is not None:
-                values = values[self.rows]
-            if self.offset:
-                values = values - np.float32(self.offset)
-            if self.transposed:
-                values = np.ascontiguousarray(values.T)
-            return torch.from_numpy(np.require(values, requirements="W"))
+_CORRECTION, _CONVOLUTIONS = "exp_probs_b", (".shortconv.conv.weight", ".ssm_conv1d.weight")
+_VECTORS = (".ssm_a", ".ssm_d", ".ssm_norm.weight")
+"""Endings of tensors that are vectors in a checkpoint, and have more sizes in a file."""
 
 
 class GgufTensors:
@@ -103,27 +59,45 @@ class GgufTensors:
 
     def find(self, name: str) -> StoredTensor | None:
         """The tensor that a checkpoint calls `name`; None: the file has none."""
-        expert = _EXPERT.search(name)
-        stored = self._name_of(_EXPERT.sub(".experts.", name))
+        number, whole_name = _NUMBERED.search(name), _NUMBERED.sub("", name)
+        stored = self._name_of(whole_name)
         if stored in self._tensors:
             whole = self._whole(stored)
-            return _stored(whole if expert is None else whole.of_expert(int(expert[1])))
-        if expert is not None and ".gate_up_proj." in name:
+            return _stored(whole if number is None else whole.of_part(int(number[1])))
+        if number is not None and ".gate_up_proj." in name:
             halves = [self.find(name.replace("gate_up_proj", half)) for half in ("gate_proj", "up_proj")]
             return _joined(halves, lambda gate, up: (gate[0] + up[0], *gate[1:]), _alternating)
         if name.endswith(".kv_b_proj.weight"):
             halves = [self._part(stored.replace("kv_b", half)) for half in ("k_b", "v_b")]
             return _joined(halves, lambda keys, values: (keys[0] * (keys[2] + values[1]), keys[1]), _heads)
+        if name.endswith(".in_proj_qkvz.weight"):
+            halves = [self._part(stored.replace("ssm_in", half)) for half in ("attn_qkv", "attn_gate")]
+            return _stacked(halves, _by_key_head(self._config))
+        if name.endswith(".shared_mlp.input_linear.weight"):
+            down = self._name_of(name.replace("input", "output"))
+            return _stacked([self._part(down.replace("_down", half)) for half in ("_gate", "_up")])
+        if number is not None and (half := _HALF.search(whole_name)) is not None:
+            return self._half(self._name_of(_HALF.sub("gate_up", whole_name)), int(number[1]), half[1])
         return self._of_merged(stored)
 
     def _name_of(self, name: str) -> str:
         """Name in the file; that of a tensor without a suffix gets one."""
+        for pattern, replacement in self._family.renames:
+            name = re.sub(pattern, replacement, name)
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        name = name.replace(".expert_bias", ".expert_bias.bias")
-        if ".feed_forward.experts." in name:  # the converter drops the prefix there
-            name = name.removeprefix("model.")
-        found = str(self._names.get_name(name, (".weight", ".bias")))
-        return f"{found}.weight" if f"{found}.weight" in self._tensors else found
+        found = name if name.startswith("blk.") else str(self._names.get_name(name, (".weight", ".bias")))
+        candidates = f"{found}.weight", found, found.replace("_shexp", "")  # Granite 4 has one MLP
+        return next((candidate for candidate in candidates if candidate in self._tensors), found)
+
+    def _half(self, stored: str, expert: int, half: str) -> StoredTensor | None:
+        """Gate or up of an expert, where a file has both in one tensor."""
+        import numpy as np
+
+        if stored not in self._tensors:
+            return None
+        whole = self._whole(stored).of_part(expert)
+        size = whole.stored[0] // 2
+        return _stored(whole._replace(rows=np.arange(size) + (size if half == "up" else 0)))
 
     def _part(self, stored: str) -> StoredTensor | None:
         return _stored(self._whole(stored)) if stored in self._tensors else None
@@ -152,8 +126,10 @@ class GgufTensors:
         shape = found.stored
         if len(shape) == 1 and (_SHARED_GATE in stored or (_CORRECTION in stored and _has_row(config))):
             shape = (1, *shape)
-        if _CONVOLUTION in stored and len(shape) == 2:
+        if stored.endswith(_CONVOLUTIONS) and len(shape) == 2:
             shape = (shape[0], 1, shape[1])
+        if stored.endswith(_VECTORS):
+            shape = (math.prod(shape),)
         rotated = {".attn_q.": config.num_heads, ".attn_k.": config.num_kv_heads}
         heads = next((number for part, number in rotated.items() if part in stored), 0)
         rows = None
@@ -162,10 +138,22 @@ class GgufTensors:
         block = config.block
         if block is not None and block.by_head and ".attn_qkv." in stored:
             rows = _rows_by_head(config, shape[0])
+        columns = None
+        if self._family.tiled and isinstance(config.states, DeltaNet):
+            if stored.endswith(".ssm_out.weight"):
+                columns = _of_tiled(config.states, stored, shape[1])
+            else:
+                rows = _of_tiled(config.states, stored, shape[0])
         # The converter adds what the model would add to its norms.
-        offset = config.norm_offset if stored.endswith("norm.weight") else 0.0
-        transposed = block is not None and block.transposed and len(shape) == 2 and stored.startswith("blk.")
-        return found._replace(stored=shape, rows=rows, offset=offset, transposed=transposed)
+        is_offset = stored.endswith("norm.weight") and not stored.endswith(".ssm_norm.weight")
+        return found._replace(
+            stored=shape,
+            rows=rows,
+            columns=columns,
+            offset=config.norm_offset if is_offset else 0.0,
+            negated_exp=stored.endswith(".ssm_a"),
+            transposed=block is not None and block.transposed and len(shape) == 2 and stored.startswith("blk."),
+        )
 
 
 def _has_row(config: DecoderConfig) -> bool:
@@ -183,6 +171,34 @@ def _rows_by_head(config: DecoderConfig, size: int) -> np.ndarray | None:
     rows = np.arange(size).reshape(-1, dim)
     parts = [part.reshape(kv_heads, -1, dim) for part in np.split(rows, [heads, heads + kv_heads])]
     return np.concatenate(parts, 1).reshape(-1)
+
+
+def _of_tiled(states: DeltaNet, stored: str, size: int) -> np.ndarray | None:
+    """Order of `size` rows, or columns, of which the file has all first value heads of the key heads, then all second
+    ones, and so on; None: they are no value heads."""
+    import numpy as np
+
+    heads = np.arange(states.value_heads).reshape(-1, states.key_heads).T.reshape(-1)
+    values = (heads[:, None] * states.value_dim + np.arange(states.value_dim)).reshape(-1)
+    keys = np.arange(2 * states.key_heads * states.key_dim)
+    orders = {
+        (".attn_qkv.weight", ".ssm_conv1d.weight"): np.concatenate((keys, len(keys) + values)),
+        (".attn_gate.weight", ".ssm_out.weight"): values,
+        (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias"): heads,
+    }
+    found = next((order for endings, order in orders.items() if stored.endswith(endings)), None)
+    return found if found is not None and len(found) == size else None  # else the error tells the two shapes
+
+
+def _by_key_head(config: DecoderConfig) -> np.ndarray:
+    """Order of rows that the file has as all queries, keys, values and gates, and the checkpoint by key head."""
+    import numpy as np
+
+    states = config.states
+    assert isinstance(states, DeltaNet), "the layer is a delta net"
+    sizes = [states.key_heads * states.key_dim] * 2 + [states.value_heads * states.value_dim] * 2
+    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes[:-1]))
+    return np.concatenate([part.reshape(states.key_heads, -1) for part in parts], 1).reshape(-1)
 
 
 def _stored(matrix: Matrix) -> StoredTensor:
@@ -203,6 +219,33 @@ def _joined(
     if first is None or second is None:
         return None
     return StoredTensor(shape(first.shape, second.shape), lambda: join(first.dense(), second.dense()))
+
+
+def _stacked(parts: list[StoredTensor | None], rows: np.ndarray | None = None) -> StoredTensor | None:
+    """Rows of all parts, in the order `rows`; packed if the parts have one form."""
+    from .weight_files import StoredTensor
+
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        return None
+    size = sum(part.shape[0] for part in found)
+    order = rows if rows is not None and len(rows) == size else None  # else the error tells the two shapes
+
+    def read() -> Weight:
+        import torch
+
+        from ...kernels.quantized_linear import QuantizedWeight
+
+        weights = [part.read() for part in found]
+        packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        index = None if order is None else torch.from_numpy(order)
+        if len(packed) == len(found) and all(weight.has_form_of(packed[0]) for weight in packed):
+            merged = QuantizedWeight.cat(packed)
+            return merged if index is None else merged.take(index)
+        dense = torch.cat([w if isinstance(w, torch.Tensor) else w.dequantized() for w in weights])
+        return dense if index is None else dense[index]
+
+    return StoredTensor((size, *found[0].shape[1:]), read)
 
 
 def _alternating(gate: Tensor, up: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...platform.core.errors import InvalidRequestError
 from ..families.gguf_families import (
     DEEPSEEK_SPLITS,
     FALCON_SPLITS,
     GPT2_SPLITS,
     GPT2_SPLITS_WITHOUT_DIGITS,
     GPT4_SPLITS,
+    QWEN35_SPLITS,
     SPLITS_OF_WHOLE_WORDS,
 )
 from .gguf_file import TOKENS, read_gguf_fields
@@ -22,11 +24,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MODEL, _UNREAD = "tokenizer.ggml.model", {"gemma4"}
+"""Field that names the kind of tokenizer, and kinds that transformers does not build from a file."""
 _SPLIT = "tokenizer.ggml.pre"
 """Field that names the split of text before merges."""
 # GPT-4's split, but for the most digits that stay together.
 _GPT4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN35_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DEEPSEEK_PATTERNS = (
@@ -43,11 +51,17 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     raise.
 
     Raises:
-        InvalidRequestError: the file is damaged, or its package is not installed.
+        InvalidRequestError: the file is damaged, its package is not installed, or its kind of tokenizer is not read.
     """
     from transformers import PreTrainedTokenizerFast
 
     found = read_gguf_fields(file)
+    if (kind := found.get(_MODEL)) in _UNREAD:
+        raise InvalidRequestError(
+            f"{file}: its tokenizer, {kind}, is not read; name the tokenizer of the checkpoint that it was made of "
+            "(--tokenizer)",
+            param="tokenizer",
+        )
     split = found.get(_SPLIT, "default")
     # Not by `from_pretrained`, which prefers a tokenizer.json beside the file.
     built = PreTrainedTokenizerFast(name_or_path=str(file.parent.absolute()), gguf_file=file.name)
@@ -86,6 +100,8 @@ def _mend_split(backend: Any, split: str) -> bool:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), splitter])
     elif split in GPT4_SPLITS:
         backend.pre_tokenizer = _by_patterns(_GPT4_PATTERN % GPT4_SPLITS[split])
+    elif split in QWEN35_SPLITS:
+        backend.pre_tokenizer = _by_patterns(_QWEN35_PATTERN)
     elif split in DEEPSEEK_SPLITS:
         backend.pre_tokenizer = _by_patterns(*_DEEPSEEK_PATTERNS)
     elif split in FALCON_SPLITS:

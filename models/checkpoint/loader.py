@@ -241,7 +241,8 @@ def _stored_tensors(
     if is_gguf(path):
         if not isinstance(config, DecoderConfig):
             raise InvalidRequestError("model_impl transformers does not go with a GGUF file", param="model_impl")
-        tensors = read_gguf(path, slots, config)
+        others = model.unused_tensors() if isinstance(model, Decoder) else set()
+        tensors = read_gguf(path, [*slots, *others], config)
     else:
         read = read_weights(path, "model", hint=_NO_WEIGHTS)
         kept = {name: tensor for name, tensor in read.items() if name_of(name) and not _is_unused(name, config)}

@@ -75,6 +75,7 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
         return _load_tekken(tekken)
     from transformers import AutoTokenizer
 
+    _warn_of_code(directory)
     # Beside a tekken.json, and where mistral-common is installed, it would choose a tokenizer without a template.
     with _no_tiktoken_cache():
         return AutoTokenizer.from_pretrained(
@@ -136,6 +137,19 @@ def _check_packages(directory: Path) -> None:
                 f"{file} is read by {package}, which is not installed: pip install 'outrider[sentencepiece]'",
                 param="tokenizer",
             ) from error
+
+
+def _warn_of_code(directory: Path) -> None:
+    """Warn of a tokenizer whose code is in the checkpoint (Kimi's), and not run: its rules are not in its files."""
+    settings = directory / "tokenizer_config.json"
+    if (directory / "tokenizer.json").is_file() or not settings.is_file():
+        return
+    if "AutoTokenizer" in (read_json(settings).get("auto_map") or ()):
+        logger.warning(
+            "%s brings code for its tokenizer, which is not run: texts may be split into other tokens than the model "
+            "was trained with; --tokenizer names a folder with a tokenizer.json",
+            directory,
+        )
 
 
 def _is_plain(directory: Path) -> bool:

@@ -59,5 +59,4 @@ TRAITS = replace(
         correction_row=True,
         float_router=True,
     ),
-    prediction=None,
 )

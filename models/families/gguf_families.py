@@ -3,17 +3,19 @@ its converter makes to tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...platform.core.errors import UnsupportedModelError
+from . import gguf_states, gguf_varied
+from .gguf_states import Facts, Values, predicted
 
-Values = Mapping[str, Any]
-"""Values of a file by their keys, without the name of the architecture before them."""
+Tensors = Mapping[str, Any]
+"""Tensors of the package's reader by their names."""
 
 
-def _nothing(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _nothing(values: Values, tensors: Tensors) -> Facts:
     return {}
 
 
@@ -27,14 +29,19 @@ class GgufFamily:
     """Architecture of files with experts, if it is another one."""
     neighbours_rotated: bool = False
     """True: rows of q and k are in the order in which neighbours are rotated as pairs; ours rotate the two halves."""
-    facts: Callable[[Values, Container[str]], dict[str, Any]] = _nothing
-    """Function from a file's values and its tensors' names to keys of config.json that the file has in no other way."""
+    facts: Callable[[Values, Tensors], Facts] = _nothing
+    """Function from a file's values and its tensors to keys of config.json that the file has in no other way."""
+    renames: tuple[tuple[str, str], ...] = ()
+    """Patterns in a checkpoint's names and what replaces them, before the package's table names the tensor in the file.
+    A result that begins with "blk." is the file's own name."""
+    tiled: bool = False
+    """True: value heads of a delta net are in the order of their indexes within a key head; ours are by key head."""
 
 
-def _gemma(layers_of_largest: int) -> Callable[[Values, Container[str]], dict[str, Any]]:
+def _gemma(layers_of_largest: int) -> Callable[[Values, Tensors], Facts]:
     """Scores are scaled by the head's size; in the largest model, by hidden size / heads."""
 
-    def facts(values: Values, tensors: Container[str]) -> dict[str, Any]:
+    def facts(values: Values, tensors: Tensors) -> Facts:
         if values.get("block_count") == layers_of_largest:
             size = values["embedding_length"] // values["attention.head_count"]
         else:
@@ -44,39 +51,39 @@ def _gemma(layers_of_largest: int) -> Callable[[Values, Container[str]], dict[st
     return facts
 
 
-def _olmo2(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _olmo2(values: Values, tensors: Tensors) -> Facts:
     """OLMo 3 has the name of OLMo 2, and a window."""
     if not values.get("attention.sliding_window"):
         return {}
     return {"architectures": ["Olmo3ForCausalLM"], "rope_theta": values.get("rope.freq_base")}
 
 
-def _seed_oss(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _seed_oss(values: Values, tensors: Tensors) -> Facts:
     return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
 
 
-def _cohere2(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _cohere2(values: Values, tensors: Tensors) -> Facts:
     return {"logit_scale": values.get("logit_scale")}
 
 
-def _mistral3(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _mistral3(values: Values, tensors: Tensors) -> Facts:
     """Mistral Small 3 has neither a scaled rotation nor scaled queries, Ministral 3 has both."""
     rope = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": values.get("attention.temperature_scale")}
     return {"rope_parameters": rope if rope["llama_4_scaling_beta"] else {}}
 
 
-def _qwen3_moe(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _qwen3_moe(values: Values, tensors: Tensors) -> Facts:
     return {"norm_topk_prob": values.get("expert_weights_norm", True)}
 
 
-def _stablelm(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _stablelm(values: Values, tensors: Tensors) -> Facts:
     return {
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
         "qk_layernorm": "blk.0.attn_q_norm.weight" in tensors,
     }
 
 
-def _falcon(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _falcon(values: Values, tensors: Tensors) -> Facts:
     """The merged projection is stored by KV head in both forms of the model; files say which form by their norms."""
     two_norms = "blk.0.attn_norm_2.weight" in tensors
     return {
@@ -86,11 +93,11 @@ def _falcon(values: Values, tensors: Container[str]) -> dict[str, Any]:
     }
 
 
-def _gpt_neox(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _gpt_neox(values: Values, tensors: Tensors) -> Facts:
     return {"use_parallel_residual": values.get("use_parallel_residual", True)}
 
 
-def _gpt_oss(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _gpt_oss(values: Values, tensors: Tensors) -> Facts:
     return {"rope_parameters": {"truncate": False}}
 
 
@@ -104,28 +111,22 @@ _EXPERT_KEYS = {
 """Keys of config.json about experts by those of a file."""
 
 
-def _sparse(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _sparse(values: Values, tensors: Tensors) -> Facts:
     return {theirs: values[ours] for ours, theirs in _EXPERT_KEYS.items() if ours in values}
 
 
-def _glm4_moe(values: Values, tensors: Container[str]) -> dict[str, Any]:
-    """Layers that predict further tokens are counted among the others."""
-    extra = values.get("nextn_predict_layers", 0)
-    return _sparse(values, tensors) | {
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
-        "num_hidden_layers": values["block_count"] - extra,
-        "num_nextn_predict_layers": extra,
-    }
+def _glm4_moe(values: Values, tensors: Tensors) -> Facts:
+    return _sparse(values, tensors) | predicted(values) | {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
 
 
-def _ernie4_5_moe(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _ernie4_5_moe(values: Values, tensors: Tensors) -> Facts:
     return _sparse(values, tensors) | {
         "moe_layer_start_index": values.get("leading_dense_block_count", 1),
         "decoder_sparse_step": values.get("interleave_moe_layer_step", 1),
     }
 
 
-def _lfm2(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _lfm2(values: Values, tensors: Tensors) -> Facts:
     """Layers without KV heads are convolutions; the stated size of an MLP is the final one."""
     heads = values["attention.head_count_kv"]
     return _sparse(values, tensors) | {
@@ -156,7 +157,7 @@ _LOG_MULTIPLIER = 0.1
 """Factor of `mscale_all_dim` in `yarn_log_multiplier`."""
 
 
-def _deepseek(values: Values, tensors: Container[str]) -> dict[str, Any]:
+def _deepseek(values: Values, tensors: Tensors) -> Facts:
     found = {theirs: values[ours] for ours, theirs in _DEEPSEEK_KEYS.items() if ours in values}
     # Files whose kv_b_proj is in two parts state the sizes of the cache, and those of the heads under another name.
     heads, value_dim = (
@@ -184,6 +185,22 @@ def _deepseek(values: Values, tensors: Container[str]) -> dict[str, Any]:
     }
 
 
+_TIME_STEP = (r"\.dt_bias$", ".dt_proj.bias")
+_BACKBONE = (r"^model\.(?!.*\.mixer\.experts\.)", "backbone.")
+_NEMOTRON = (_BACKBONE, (r"\.mixer\.experts\.", ".mlp.experts."), _TIME_STEP)
+_NEMOTRON_H = GgufFamily(
+    "NemotronHForCausalLM", facts=gguf_states.nemotron_h, renames=_NEMOTRON, neighbours_rotated=True
+)
+_GRANITE = (
+    (r"\.block_sparse_moe\.experts\.", ".mlp.experts."),
+    (r"\.block_sparse_moe\.router\.", ".block_sparse_moe.router.layer."),
+    _TIME_STEP,
+)
+_GEMMA4 = (
+    (r"^model\.layers\.(\d+)\.router\.scale$", r"blk.\1.ffn_gate_inp.scale"),
+    (r"^model\.layers\.(\d+)\.router\.per_expert_scale$", r"blk.\1.ffn_down_exps.scale"),
+)
+_LFM2 = ((r"^model\.(?=.*\.feed_forward\.experts\.)", ""), (r"\.expert_bias$", ".expert_bias.bias"))
 GGUF_FAMILIES = {
     "cohere2": GgufFamily("Cohere2ForCausalLM", facts=_cohere2),
     "deepseek2": GgufFamily("DeepseekV2ForCausalLM", facts=_deepseek),  # V3 too
@@ -191,19 +208,33 @@ GGUF_FAMILIES = {
     "ernie4_5-moe": GgufFamily("Ernie4_5_MoeForCausalLM", facts=_ernie4_5_moe),
     "exaone4": GgufFamily("Exaone4ForCausalLM"),
     "falcon": GgufFamily("FalconForCausalLM", facts=_falcon),
+    "falcon-h1": GgufFamily("FalconH1ForCausalLM", facts=gguf_states.falcon_h1, renames=(_TIME_STEP,)),
     "gemma2": GgufFamily("Gemma2ForCausalLM", facts=_gemma(46)),
     "gemma3": GgufFamily("Gemma3ForCausalLM", facts=_gemma(62)),
+    "gemma3n": GgufFamily("Gemma3nForCausalLM", facts=gguf_varied.gemma3n),
+    "gemma4": GgufFamily("Gemma4ForCausalLM", facts=gguf_varied.gemma4, renames=_GEMMA4),
     "glm4": GgufFamily("Glm4ForCausalLM"),
     "glm4moe": GgufFamily("Glm4MoeForCausalLM", facts=_glm4_moe),
     "gpt-oss": GgufFamily("GptOssForCausalLM", facts=_gpt_oss),
     "gpt2": GgufFamily("GPT2LMHeadModel"),
     "gptneox": GgufFamily("GPTNeoXForCausalLM", facts=_gpt_neox),
     "granite": GgufFamily("GraniteForCausalLM", neighbours_rotated=True),
+    "granitehybrid": GgufFamily(
+        "GraniteMoeHybridForCausalLM", facts=gguf_states.granite_hybrid, renames=_GRANITE, neighbours_rotated=True
+    ),  # Bamba too
     "lfm2": GgufFamily("Lfm2ForCausalLM", facts=_lfm2),
-    "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", facts=_lfm2),
+    "lfm2moe": GgufFamily("Lfm2MoeForCausalLM", facts=_lfm2, renames=_LFM2),
     "llama": GgufFamily("LlamaForCausalLM", "MixtralForCausalLM", neighbours_rotated=True),  # Mistral too
+    "llama4": GgufFamily("Llama4ForCausalLM", facts=gguf_varied.llama4),
+    "mamba2": GgufFamily("Mamba2ForCausalLM", facts=gguf_states.mamba2, renames=(_BACKBONE, _TIME_STEP)),
     "minimax-m2": GgufFamily("MiniMaxM2ForCausalLM"),
     "mistral3": GgufFamily("Ministral3ForCausalLM", neighbours_rotated=True, facts=_mistral3),  # Mistral Small 3 too
+    "nemotron_h": GgufFamily(
+        "NemotronHForCausalLM", facts=gguf_states.nemotron_h, renames=_NEMOTRON, neighbours_rotated=True
+    ),
+    "nemotron_h_moe": GgufFamily(
+        "NemotronHForCausalLM", facts=gguf_states.nemotron_h, renames=_NEMOTRON, neighbours_rotated=True
+    ),
     "olmo2": GgufFamily("Olmo2ForCausalLM", facts=_olmo2),  # OLMo 3 too
     "olmoe": GgufFamily("OlmoeForCausalLM"),
     "phi2": GgufFamily("PhiForCausalLM"),
@@ -212,7 +243,10 @@ GGUF_FAMILIES = {
     "qwen2moe": GgufFamily("Qwen2MoeForCausalLM"),
     "qwen2vl": GgufFamily("Qwen2ForCausalLM"),  # Qwen2.5-VL too; towers are in files of their own
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
+    "qwen35": GgufFamily("Qwen3_5ForCausalLM", facts=gguf_states.delta_net, renames=(_TIME_STEP,), tiled=True),
+    "qwen35moe": GgufFamily("Qwen3_5MoeForCausalLM", facts=gguf_states.delta_net, renames=(_TIME_STEP,), tiled=True),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", facts=_qwen3_moe),
+    "qwen3next": GgufFamily("Qwen3NextForCausalLM", facts=gguf_states.delta_net, renames=(_TIME_STEP,)),
     "qwen3vl": GgufFamily("Qwen3ForCausalLM"),
     "qwen3vlmoe": GgufFamily("Qwen3MoeForCausalLM", facts=_qwen3_moe),
     "seed_oss": GgufFamily("SeedOssForCausalLM", facts=_seed_oss),
@@ -228,6 +262,8 @@ GPT2_SPLITS_WITHOUT_DIGITS = {"smollm", "starcoder", "refact", "command-r", "cod
 """Splits as GPT-2's after each digit was split off."""
 GPT4_SPLITS = {"chatglm-bpe": 3, "glm4": 3, "stablelm2": 1}
 """Splits as GPT-4's, and the most digits that stay together."""
+QWEN35_SPLITS = {"qwen35"}
+"""Splits as Qwen3.5's: Qwen2's, but marks belong to words."""
 DEEPSEEK_SPLITS = {"deepseek-v3"}
 """Splits as DeepSeek-V3's."""
 FALCON_SPLITS = {"falcon"}

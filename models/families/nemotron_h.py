@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config_values import number, positive, shown, wrong
 from .mamba2 import KEYS, SINGLE_NORM, mamba2
+from .prediction import PredictionHead
 from .state_layers import Mamba2
 from .traits import ExpertTraits, FamilyTraits
 
@@ -101,6 +102,16 @@ TRAITS = FamilyTraits(
     has_window=False,
     mixers=_mixers,
     states=_states,
+    prediction=PredictionHead(
+        layer="mtp.layers.0",
+        second_layer="mtp.layers.1",
+        mixers=("attention", "experts"),
+        token_norm="mtp.layers.0.enorm",
+        hidden_norm="mtp.layers.0.hnorm",
+        projection="mtp.layers.0.eh_proj",
+        norm="mtp.layers.1.final_layernorm",
+        norm_output=True,
+    ),
     experts=ExpertTraits(
         block="mixer",
         projections=("up_proj", "down_proj"),

@@ -1,7 +1,7 @@
 """Heads for multi-token prediction inside a model's checkpoint (DeepSeek-V3, DeepSeek-AI 2024, section 2.2).
 
-A head has one layer of its family. It reads the embedding e of a token, and the model's hidden state h after the final
-norm, one position before it:
+A head has one layer of its family, or two if each has one part alone (Nemotron-H). It reads the embedding e of a token,
+and the model's hidden state h after the final norm, one position before it:
 
     x = layer(projection([token_norm(e); hidden_norm(h)]));  logits = the model's head(norm(x))
 """
@@ -19,6 +19,10 @@ class PredictionHead:
 
     layer: str
     """Prefix of the decoder layer."""
+    second_layer: str | None = None
+    """Prefix of the layer after it; None: there is none."""
+    mixers: tuple[str, ...] = ()
+    """Kind of each layer that has one part alone; (): the layer has two halves."""
     token_norm: str
     hidden_norm: str
     projection: str
@@ -40,8 +44,9 @@ class PredictionHead:
             self.hidden_norm: "hidden_norm",
             self.projection: "fc",
             self.norm: "norm",
-            self.layer: "model.layers.0",  # last: it may be a prefix of the others
+            self.layer: "model.layers.0",  # after the others: it may be a prefix of theirs
         }
+        modules |= {} if self.second_layer is None else {self.second_layer: "model.layers.1"}
         prefixes = {f"{theirs.format(head=head, layer=num_layers + head)}.": ours for theirs, ours in modules.items()}
         found: dict[str, str | None] = {}
         for name in names:

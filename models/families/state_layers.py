@@ -38,6 +38,10 @@ class DeltaNames(NamedTuple):
     """One for each of `qkv`."""
     norm: str = "norm"
     out: str = "out_proj"
+    module: str = "linear_attn"
+    """Module of a layer that holds all of these."""
+    wide_gates: tuple[str, str] | None = None
+    """Projections of the results of the gate's and the decay's (Kimi Linear); None: there are none."""
 
 
 QWEN_NAMES = DeltaNames()
@@ -65,6 +69,8 @@ class DeltaNet:
     """Factor of the sigmoid of beta."""
     norm_eps: float | None = None
     """Epsilon of the gated norm; None: that of all norms."""
+    by_element: bool = False
+    """True: Kimi Delta Attention, where each element of a key has a decay of its own, and the gate is a sigmoid."""
 
     @property
     def channels(self) -> int:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from ...kernels import quantized_linear
-from ...kernels.linear import Packed, pack, row_squares
+from ...kernels.linear import Packed, few_rows, pack, row_squares
 from ...kernels.quantized_linear import QuantizedWeight
 from .weights import Weight, WeightSlot, whole_weight
 
 if TYPE_CHECKING:
+    from ...kernels.linear.device_few import FewRowsLinear
+    from ...kernels.rms_norm import NormWeight
     from ..parallel import LinearPart
 
 
@@ -36,6 +38,13 @@ class LoraSite(Protocol):
 
     def add(self, y: Tensor, x: Tensor, adapters: Any, started: Any = None) -> None:
         """y [T, out] += each token's adapter applied to x [T, in]; y is mutated. `started` is the result of `start`."""
+
+    def expands(self, adapters: Any) -> bool:
+        """True if `expansion` serves these tokens."""
+
+    def expansion(self, x: Tensor, adapters: Any, norm: NormWeight | None) -> Any:
+        """Shrink x [T, in], and return the arguments with which a product of few tokens does the rest of `add`; with a
+        `norm` the product normalises x too."""
 
     def fused(self, adapters: Any) -> tuple[int, Any] | None:
         """Arguments with which a packed weight that fuses adapters does `add` in its own call; None when it cannot."""
@@ -115,6 +124,8 @@ class Linear:
         self._packed: Packed | None = None
         # The packed weight, if its call does the work of adapters too.
         self._fusing: Any = None
+        # A GPU's product of few tokens, if there is one.
+        self._few: FewRowsLinear | None = None
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """Compute a new tensor [T, out] from x [T, in]; `residual` [T, out] is added."""
@@ -124,6 +135,8 @@ class Linear:
 
     def _compute(self, x: Tensor, batch: AdapterRows, residual: Tensor | None) -> Tensor:
         packed, adapters = self._packed, batch.adapters
+        if self._few is not None and self.fuses(len(x), adapters):
+            return self.forward_fused(x, batch, residual=residual)
         if self.lora is None or adapters is None:
             return packed(x, residual)  # type: ignore[misc]  # the loader left no slot empty
         has_gains = self.gains is not None and self.gains.written
@@ -135,6 +148,30 @@ class Linear:
             self.gains.scale(y, adapters, self.bias, residual)
         self.lora.add(y, x, adapters, started)
         return y
+
+    def fuses(self, num_tokens: int, adapters: Any) -> bool:
+        """True if `forward_fused` serves so many tokens with these adapters."""
+        if self._few is None or not 0 < num_tokens <= self._few.most_rows:
+            return False
+        if self.lora is None or adapters is None:
+            return True
+        return self.lora.expands(adapters) and not (self.gains is not None and self.gains.written)
+
+    def forward_fused(
+        self,
+        x: Tensor,
+        batch: AdapterRows,
+        *,
+        norm: NormWeight | None = None,
+        activation: str = "",
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `forward` of the norm of x [T, in], and the gated activation of its result, in one launch and, with
+        adapters, another before it. `fuses` must be True."""
+        assert self._few is not None
+        adapters = batch.adapters
+        expansion = None if self.lora is None or adapters is None else self.lora.expansion(x, adapters, norm)
+        return self._few(x, norm=norm, activation=activation, residual=residual, expansion=expansion)
 
     @property
     def packed(self) -> Packed:
@@ -201,6 +238,8 @@ class Linear:
         self._packed, self.row_squares = pack_weights(blocks, self.bias, self._dtype, self._batch_invariant)
         if self._packed.fuses_adapters:
             self._fusing = self._packed
+        if self.part is None and not self.expert:
+            self._few = few_rows(self._packed, [rows for _, rows in self.slices])
 
 
 def pack_weights(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...kernels.act_and_mul import act_and_mul, act_and_mul_invariant
+from ...kernels.act_and_mul import ACTIVATIONS, act_and_mul, act_and_mul_invariant
 from .activation import plain_activation
 from .linear import AdapterRows, Linear
+from .norm import RMSNorm
 from .weights import RenamedSlot, WeightSlot
 
 
@@ -67,6 +68,9 @@ class GatedMlp:
         slices = [(f"{module}.{projection}", 2 * inner // len(merged)) for projection in merged]
         self._inner, self._scales = inner, scales
         self._deviations: float | None = None
+        self.gather: Callable[[Tensor], Tensor] | None = None
+        """Function that puts the tensors of all ranks together, each of which has some of the inner elements; None:
+        this process has all."""
         if sparsity:
             quantile = torch.tensor(NormalDist().inv_cdf(sparsity), dtype=common["dtype"])
             self._deviations = float(quantile)
@@ -86,12 +90,25 @@ class GatedMlp:
         y = self._down.forward(inner, batch).mul_(scale)
         return y if residual is None else y.add_(residual)
 
-    @staticmethod
-    def _cut(gate: Tensor, deviations: float) -> None:
+    def fuses(self, num_tokens: int, adapters: Any) -> bool:
+        """True if `forward_fused` serves so many tokens with these adapters."""
+        is_plain = self._scales == (1.0, 1.0) and self._deviations is None and self._activation in ACTIVATIONS
+        return is_plain and all(linear.fuses(num_tokens, adapters) for linear in self.linears())
+
+    def forward_fused(self, hidden: Tensor, norm: RMSNorm, batch: AdapterRows) -> Tensor:
+        """Compute hidden + `forward` of its norm, [T, H], in two launches and, with adapters, two more."""
+        inner = self._gate_up.forward_fused(hidden, batch, norm=norm.weight, activation=self._activation)
+        return self._down.forward_fused(inner, batch, residual=hidden)
+
+    def _cut(self, gate: Tensor, deviations: float) -> None:
         """Lower the gate [T, I] by its mean and so many standard deviations, to 0 at least, in place (Gemma 3n)."""
         own = gate.contiguous()
-        cutoff = own.mean(-1, keepdim=True) + own.std(-1, keepdim=True, unbiased=False) * deviations
-        gate.copy_(torch.relu_(own - cutoff))
+        mean, deviation = own.mean(-1, keepdim=True), own.std(-1, keepdim=True, unbiased=False)
+        if self.gather is not None:  # the variance of all is that within ranks, and that between them
+            means, within = self.gather(torch.cat((mean, deviation), 1)).split(1, 2)
+            mean = means.mean(0)
+            deviation = (within.square().mean(0) + (means - mean).square().mean(0)).sqrt()
+        gate.copy_(torch.relu_(own - (mean + deviation * deviations)))
 
     def linears(self) -> list[Linear]:
         """See `Mlp`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from .experts import ExpertForm, ExpertLayers
 from .linear import AdapterRows, Linear
 from .norm import RMSNorm
 from .weights import RenamedSlot, WeightSlot
+
+if TYPE_CHECKING:
+    from ..parallel import ExpertsPart
 
 
 class SideExpertLayers:
@@ -30,11 +33,13 @@ class SideExpertLayers:
         self._norm.factor = hidden**-0.5
         rows = [(f"{module}.router.proj", experts.num_experts)]
         self._router = Linear(f"{name}.router", rows, hidden, **common)
+        self.num_experts = experts.num_experts
         form = ExpertForm(experts.num_experts, hidden, experts.intermediate_size, config.hidden_act)
         names = "gate_proj", "up_proj", "down_proj"
         self._module = module
         self._layers = ExpertLayers(f"{name}.experts", f"{module}.experts", form, names, **common)
         self._scales: Tensor | None = None
+        self._part: ExpertsPart | None = None
         self._rounded = partial(torch.Tensor.to, device=device, dtype=config.dtype, copy=True)
 
     def forward(self, x: Tensor, normed: Tensor, batch: AdapterRows) -> Tensor:
@@ -43,7 +48,13 @@ class SideExpertLayers:
         logits = self._router.forward(self._norm(x), batch)
         routing = route(logits, self._experts.top_k, renormalised=True, rounded=False)
         routing = routing._replace(weights=routing.weights * self._scales[routing.experts])
-        return self._layers.forward(normed, routing, batch)
+        y = self._layers.forward(normed, routing, batch)
+        return y if self._part is None else self._part.total(y)
+
+    def divide(self, part: ExpertsPart, held: range) -> None:
+        """Have the weights of experts `held` alone; before anything is loaded."""
+        self._part = part
+        self._layers.keep(held)
 
     def linears(self) -> list[Linear]:
         """Linear layers in the order of the computation."""

@@ -2,11 +2,13 @@
 
 weight float8 [O, I]; weight_scale_inv [O / 128, I / 128] of blocks, or weight_scale [], [1], [O] or [O, 1];  W = w · s
 Inputs are rounded to float8 too, on devices that multiply it, if the config says so: with a scale for each token
-("dynamic"), or with the file's input_scale ("static"). Weights in blocks keep inputs as they are.
+("dynamic"), for inputs of at most fbgemm's activation_scale_ub, or with the file's input_scale ("static"). Weights in
+blocks keep inputs as they are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,10 +39,22 @@ def parse(values: Mapping[str, Any]) -> Format:
     rounds_inputs = scheme is not None or method in ("fbgemm_fp8", "modelopt")
     is_static = scheme == "static" or (scheme is None and method == "modelopt")
 
+    bound = _input_bound(values)
+
     def read(parts: Parts) -> StoredTensor:
-        return describe(parts, block, rounds_inputs=rounds_inputs, is_static=is_static)
+        return describe(parts, block, rounds_inputs=rounds_inputs, is_static=is_static, input_bound=bound)
 
     return Format("fp8", name, PARTS, read, markers=("weight_scale_inv", "weight_scale"))
+
+
+def _input_bound(values: Mapping[str, Any]) -> float:
+    """Largest |x| of a token's scale (fbgemm); infinite without one."""
+    value = values.get("activation_scale_ub")
+    if value is None:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise unsupported("activation_scale_ub", value, "a positive number")
+    return float(value)
 
 
 def block_size(value: object, option: str) -> tuple[int, int] | None:
@@ -53,13 +67,19 @@ def block_size(value: object, option: str) -> tuple[int, int] | None:
 
 
 def describe(
-    parts: Parts, block: tuple[int, int] | None, *, rounds_inputs: bool = False, is_static: bool = False
+    parts: Parts,
+    block: tuple[int, int] | None,
+    *,
+    rounds_inputs: bool = False,
+    is_static: bool = False,
+    input_bound: float = math.inf,
 ) -> StoredTensor:
     """Weight with the scales that it has; see `Format`.
 
     Args:
         rounds_inputs: True when the config says that inputs are float8 too.
         is_static: True when their scale is in the file; one that is missing is replaced by a scale for each token.
+        input_bound: Largest |x| of a token's scale.
     """
     outputs, inputs = parts.shape("weight", 2)
     name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
@@ -84,7 +104,12 @@ def describe(
         input_scale = float(parts.floats("input_scale").max()) if is_static else 0.0
         input_scale = max(0.0, input_scale)  # 0 of experts that no sample of the calibration reached: as if missing
         return QuantizedWeight(
-            bits=8, codes=codes, scales=scales, group=group, float8_scale=input_scale if rounds_inputs else None
+            bits=8,
+            codes=codes,
+            scales=scales,
+            group=group,
+            float8_scale=input_scale if rounds_inputs else None,
+            float8_bound=input_bound,
         )
 
     return StoredTensor((outputs, inputs), read)

@@ -17,8 +17,10 @@ from ..layers.linear import AdapterRows, Linear
 from ..layers.mlp import Mlp
 from ..layers.norm import RMSNorm
 from ..layers.weights import RenamedSlot, WeightSlot
+from ..ranges import Rows
 from .convolution import Convolution
 from .memory import LayerStates
+from .shares import StateShare
 
 
 class MambaMixer:
@@ -52,11 +54,22 @@ class MambaMixer:
         filters = {f"{self._module}.conv1d": states.channels}
         self._convolution = Convolution(filters, states.kernel, bias=states.conv_bias, **common)
         self._vectors: dict[str, Tensor] = {}
+        self._rows = {name: Rows.whole(states.heads) for name in ("A_log", "D", "dt_bias")}
+        self._rows["norm.weight"] = Rows.whole(size)
+        self._group_sum: Callable[[Tensor], Tensor] | None = None
+        self._group_size = size // states.groups
         self._factors: Tensor | None = None
         if set(states.part_factors) != {1.0}:
             counts = torch.tensor([size, size, parts, parts, states.heads])
             factors = torch.tensor(states.part_factors).repeat_interleave(counts)
             self._factors = factors.to(common["device"], common["dtype"])
+
+    def divide(self, share: StateShare) -> None:
+        """See SharedStates."""
+        self._convolution.divide(share.channels)
+        self._rows = {name: part.alone for name, part in share.vectors.items()}
+        self._group_sum = share.group_sum
+        self._group_size = self._rows["norm.weight"].total // share.num_groups
 
     def forward(self, normed: Tensor, batch: ForwardBatch, memory: LayerStates) -> Tensor:
         """Compute the result [T, hidden] for x [T, hidden], and write the states."""
@@ -71,7 +84,8 @@ class MambaMixer:
         mixed = self._convolution.forward(mixed, batch.states, memory, silu=True)
         norm = None
         if states.norm != "none":
-            norm = GroupNorm(vectors["norm.weight"], self._eps, states.norm == "before_gate")
+            scale, is_before = vectors["norm.weight"], states.norm == "before_gate"
+            norm = GroupNorm(scale, self._eps, is_before, self._group_size, self._group_sum)
         weights = MixerWeights(
             vectors["A_log"], vectors["dt_bias"], vectors["D"], norm, states.groups, states.time_step_limit
         )
@@ -80,19 +94,17 @@ class MambaMixer:
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names, but for the projections'."""
-        sizes = dict.fromkeys(("A_log", "D", "dt_bias"), self._states.heads)
-        if self._states.norm != "none":
-            sizes["norm.weight"] = self._states.size
-        slots = {f"{self._module}.{name}": self._slot(name, size) for name, size in sizes.items()}
+        rows = {name: rows for name, rows in self._rows.items() if (name, self._states.norm) != ("norm.weight", "none")}
+        slots = {f"{self._module}.{name}": self._slot(name, of_name) for name, of_name in rows.items()}
         return slots | self._convolution.weight_slots()
 
-    def _slot(self, name: str, size: int) -> WeightSlot:
+    def _slot(self, name: str, rows: Rows) -> WeightSlot:
         def load(tensor: Tensor) -> None:
             # Rounded to the model's dtype first, as in a model that holds its weights in it.
-            vector = tensor.to(self._common["device"], self._common["dtype"], copy=True).float()
+            vector = rows.of(tensor).to(self._common["device"], self._common["dtype"], copy=True).float()
             self._vectors[name] = -vector.exp() if name == "A_log" else vector
 
-        return WeightSlot((size,), load)
+        return WeightSlot((rows.total,), load)
 
 
 class MambaLayer(GeneralLayer):
@@ -101,6 +113,10 @@ class MambaLayer(GeneralLayer):
     def _make_projections(self) -> None:
         self._mixer = self._make_mixer()
         self.qkv, self.o = self._mixer.inputs, self._mixer.out
+
+    def divide(self, share: StateShare) -> None:
+        """See SharedStates."""
+        self._mixer.divide(share)
 
     def _make_mixer(self) -> MambaMixer:
         config, states = self._config, self._config.states

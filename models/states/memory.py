@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.memory import lazy_zeros
+from ...kernels.memory import lazy_zeros, release_pages
 from ...kernels.state_plan import StatePlan
 
 if TYPE_CHECKING:
@@ -53,6 +53,12 @@ def allocate_states(
         )
         for spec in specs
     ]
+
+
+def release_states(memory: Sequence[LayerStates]) -> None:
+    """Return the memory of states to the system; they are zero then."""
+    for part in (part for layer in memory for part in layer if part is not None):
+        release_pages(part)
 
 
 class StatePass(StatePlan):

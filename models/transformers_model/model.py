@@ -55,7 +55,8 @@ class TransformersModel:
         """
         if config.batch_invariant:
             raise InvalidRequestError(
-                f"batch_invariant is not promised for {config.architecture}, which runs through transformers' code",
+                f"batch_invariant is not promised for {config.architecture}, which runs through transformers' code: "
+                "torch's activations round an element by its position in a tensor",
                 param="batch_invariant",
             )
         self.config = config

@@ -5,28 +5,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
 import sys
-import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ...models.demo import DEMO_MODEL_NAME, demo_model_path
 from ...spec_decode.training.options import METHODS, TrainOptions, reason
 from ...spec_decode.training.run_folder import GENERATED, GENERATED_EVAL, check_output, kept_files, prepare_output
 from ..core.errors import InvalidRequestError, OutriderError
-from ..core.progress import EVERY, Progress, duration
 from .adapter_rank import largest_rank
+from .completions import complete, completed, put_in_order
+from .draft_trial import describe_trial
 from .options.field_flags import add_field_flag, given_fields
 
 if TYPE_CHECKING:
     from ...spec_decode.training.data import Reader, Sample
-    from ..client.llm import LLM
-    from ..client.prompts import Prompt
-    from ..core.lora_request import LoRARequest
-    from ..core.outputs import RequestOutput
 
 _DESCRIPTION = """\
 Train a drafter by distillation from a target model, or from the target with an adapter.
@@ -101,7 +96,7 @@ def generate(options: TrainOptions, jobs: Mapping[Path, Sequence[list[int]]], be
             _check_lengths(prompts, llm.engine_info.max_model_len, name)
         begin()
         for file, prompts in jobs.items():
-            _complete(options, llm, lora, prompts, file)
+            complete(options, llm, lora, prompts, file, _report)
 
 
 def _check_lengths(prompts: Sequence[list[int]], room: int, option: str) -> None:
@@ -112,71 +107,6 @@ def _check_lengths(prompts: Sequence[list[int]], room: int, option: str) -> None
             f"the model takes {room} with its completion",
             param=option,
         )
-
-
-class _Completions:
-    """Writer of completions in the order of the prompts, with a progress bar."""
-
-    def __init__(self, prompts: Sequence[list[int]], file: TextIO) -> None:
-        self._prompts, self._file = prompts, file
-        self._waiting: dict[int, list[int]] = {}
-        self._written = self._count = self._tokens = 0
-        self._began = time.monotonic()
-
-    def add(self, number: int, output: RequestOutput) -> None:
-        self._waiting[number] = list(output.outputs[0].token_ids)
-        self._count, self._tokens = self._count + 1, self._tokens + len(self._waiting[number])
-        while self._written in self._waiting:
-            prompt, completion = self._prompts[self._written], self._waiting.pop(self._written)
-            line = {"prompt_token_ids": prompt, "completion_token_ids": completion}
-            self._file.write(json.dumps(line) + "\n")
-            self._written += 1
-        self._file.flush()
-
-    def describe(self) -> str:
-        line, seconds = f"generated {self._count} of {len(self._prompts)} answers", time.monotonic() - self._began
-        if not self._count:
-            return f"{line}, {duration(seconds)} so far"
-        left = seconds * (len(self._prompts) / self._count - 1)
-        return f"{line}, {self._tokens / seconds:,.0f} tokens/s, about {duration(left)} left"
-
-
-def _complete(
-    options: TrainOptions, llm: LLM, lora: LoRARequest | None, prompts: Sequence[list[int]], file: Path
-) -> None:
-    """Complete the prompts that are not in the file yet. All are queued at once: the engine's batch stays full."""
-    from ..core.sampling_params import SamplingParams
-
-    room, done = llm.engine_info.max_model_len, _whole_lines(file, cut=True)
-    params = [
-        SamplingParams(
-            temperature=options.temperature,
-            max_tokens=min(options.max_tokens, room - len(prompt)),
-            seed=None if options.temperature == 0 else options.seed + number,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    if done >= len(prompts):
-        return
-    every = None if options.progress else EVERY
-    with file.open("a", encoding="utf-8") as out, Progress(_report, every) as progress:
-        completions = _Completions(prompts[done:], out)
-        progress.say(f"generating {len(prompts) - done} answers of at most {options.max_tokens} tokens")
-        progress.doing(completions.describe)
-        given: list[Prompt] = [{"prompt_token_ids": prompt} for prompt in prompts[done:]]
-        llm.generate(given, params[done:], lora, use_tqdm=options.progress, on_output=completions.add)
-
-
-def _whole_lines(file: Path, *, cut: bool = False) -> int:
-    """Number of whole lines of a file. With `cut` a half-written last line is cut off."""
-    if not file.is_file():
-        return 0
-    data = file.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if cut and end < len(data):
-        with file.open("r+b") as opened:
-            opened.truncate(end)
-    return data.count(b"\n")
 
 
 def _reader(options: TrainOptions) -> Reader:
@@ -217,8 +147,10 @@ def _generated(options: TrainOptions, reader: Reader, files: Sequence[str | Path
     if options.eval_data is None:
         check_held_out(options.held_out, len(next(iter(jobs.values()))))
     kept = kept_files(options)
-    if all(file.name in kept and _whole_lines(file) >= len(prompts) for file, prompts in jobs.items()):
+    if all(file.name in kept and len(completed(file)) >= len(prompts) for file, prompts in jobs.items()):
         prepare_output(options)
+        for file in jobs:
+            put_in_order(file)
     else:
         load(options)
         gc.collect()  # the engine needs the room
@@ -250,6 +182,13 @@ def run(namespace: argparse.Namespace) -> int:
         )
         raise
     print(f"acceptance length {measured.acceptance_length:.3f} with {options.k} drafts; written to {options.output}")
+    if options.trial:
+        gc.collect()  # the engines need the room
+        try:
+            for line in describe_trial(options, held_out):
+                _report(line)
+        except OutriderError as error:
+            _report(f"whether serving it pays could not be measured: {error.message}")
     return 0
 
 

@@ -6,6 +6,7 @@ only when it is consumed. So a slow consumer gets one output with all that is ne
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -182,9 +183,8 @@ class RequestState:
         for sequence in self.sequences:
             if sequence.speculation is not None:
                 total.add(sequence.speculation)
-        metrics.num_drafts, metrics.num_draft_tokens = total.num_drafts, total.num_draft_tokens
-        metrics.num_accepted_tokens = total.num_accepted_tokens
-        metrics.accepted_per_pos, metrics.steps_by_k = total.accepted_per_pos, total.steps_by_k
+        for counter in dataclasses.fields(SpeculationCounts):
+            setattr(metrics, counter.name, getattr(total, counter.name))
 
     def take(self, delta: bool = False) -> RequestOutput:
         """The request so far; with `delta`, what is new since the last call (prompt log-probabilities: once).

@@ -11,7 +11,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from typing import NamedTuple
 
@@ -76,6 +76,8 @@ class AdapterFolder(NamedTuple):
     the whole path."""
     prefix: str = ""
     """Path below the adapter's folder, with a slash at its end, for a folder of draft weights."""
+    copies: tuple[tuple[str, int], ...] = ()
+    """(name, descriptor) of copies in memory, which are read instead of all `ADAPTER_FILES`; see `copied`."""
 
     @property
     def label(self) -> str:
@@ -136,6 +138,9 @@ class AdapterFolder(NamedTuple):
         """
         assert name in _NAMES or "." not in name, "a new file must be listed above, to be counted and tested"
         path = os.path.join(self.path, name)
+        if self.copies and name in ADAPTER_FILES:
+            yield dict(self.copies).get(name)
+            return
         leads_out = self.error(name, "is a link that leads outside the allowed folders, or nowhere")
         try:
             found = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -190,6 +195,33 @@ def files_digest(
     between pieces.
     """
     folder = AdapterFolder(folder) if isinstance(folder, str) else folder
+    return _digest(folder, yield_lock, most, lambda name, piece: None)
+
+
+@contextmanager
+def copied(
+    folder: AdapterFolder, digest: str, yield_lock: Callable[[], None], most: int | None = None
+) -> Iterator[AdapterFolder | None]:
+    """The folder with copies in memory of the files of this `files_digest`, so that they are read once and cannot be
+    replaced meanwhile; None if the files have another one. The copies last until the context ends."""
+    with ExitStack() as stack:
+        copies: dict[str, int] = {}
+
+        def keep(name: str, piece: bytes) -> None:
+            if name not in copies:
+                copies[name] = os.memfd_create("adapter", os.MFD_CLOEXEC)
+                stack.callback(os.close, copies[name])
+            while piece:
+                piece = piece[os.write(copies[name], piece) :]
+
+        is_same = _digest(folder, yield_lock, most, keep) == digest
+        yield folder._replace(copies=tuple(copies.items())) if is_same else None
+
+
+def _digest(
+    folder: AdapterFolder, yield_lock: Callable[[], None], most: int | None, keep: Callable[[str, bytes], None]
+) -> str | None:
+    """`files_digest`; `keep` gets the pieces of each file, after an empty one."""
     digest = hashlib.sha256()
     try:
         config, *weights = (name for name in ADAPTER_FILES if folder.has(name))
@@ -202,11 +234,13 @@ def files_digest(
             with file:
                 left = os.fstat(file.fileno()).st_size
                 digest.update(f"{name}:{left}\n".encode())
+                keep(name, b"")
                 while piece := file.read(_PIECE):
                     left -= len(piece)
                     if left < 0:  # it grows while it is read
                         return None
                     digest.update(piece)
+                    keep(name, piece)
                     yield_lock()
     except (OSError, ValueError):  # an AdapterError is a ValueError
         return None

@@ -51,12 +51,6 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
 
 WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, Hardware], bool], str, str], ...] = (
     (
-        lambda a, hardware: a.batch_invariant and a.kv_cache_dtype != "auto" and hardware.device != "cpu",
-        "kv_cache_dtype",
-        "kv_cache_dtype fp8 is supported with batch_invariant on device cpu only: the batch-invariant attention of a "
-        "GPU has not been tested with it",
-    ),
-    (
         lambda a, hardware: a.kv_cache_dtype != "auto" and not hardware.has_float8,
         "kv_cache_dtype",
         "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or more; this one has less",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from .errors import ErrorInfo
@@ -87,6 +87,12 @@ class PromptTable:
         return TokenLogprobs(token_ids[entries].tolist(), list(map(float, logprobs[entries])), rank)
 
 
+_RECENT = 64.0
+"""Sampling steps over which `recent_drafts` is taken."""
+_LISTS = ("accepted_per_pos", "steps_by_k", "drafts_by_drafter", "accepted_by_drafter")
+"""Counts of `SpeculationCounts` by index."""
+
+
 @dataclass(slots=True)
 class SpeculationCounts:
     """Cumulative counts for one request, or for several: verification steps, draft tokens verified and accepted."""
@@ -98,9 +104,18 @@ class SpeculationCounts:
     accepted_per_pos: list[int] = field(default_factory=list)
     steps_by_k: list[int] = field(default_factory=list)
     """Number of sampling steps that verified 0, 1, 2, ... drafts; empty if nothing is ever drafted."""
+    drafts_by_drafter: list[int] = field(default_factory=list)
+    """`num_drafts` of each drafter of the engine, in the order of `EngineStats.drafters`."""
+    accepted_by_drafter: list[int] = field(default_factory=list)
+    """`num_accepted_tokens` of each."""
+    recent_drafts: float = field(default=0.0, compare=False)
+    """Drafts a sampling step, a mean in which the weight of a step fades to 1/e over `_RECENT` later ones; of a sum,
+    that of the counts added last."""
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Add one step that sampled: it verified `drafted` tokens, of which the first `accepted` were right."""
+    def count(self, drafted: int, accepted: int, drafter: int = 0) -> None:
+        """Add one step that sampled: it verified `drafted` tokens of the drafter of this index, of which the first
+        `accepted` were right."""
+        self.recent_drafts += (drafted - self.recent_drafts) / _RECENT
         if drafted >= len(self.steps_by_k):
             _lengthen(self.steps_by_k, drafted + 1)
         self.steps_by_k[drafted] += 1
@@ -112,26 +127,42 @@ class SpeculationCounts:
         _lengthen(self.accepted_per_pos, drafted)
         for position in range(accepted):
             self.accepted_per_pos[position] += 1
+        if drafter >= len(self.drafts_by_drafter):
+            _lengthen(self.drafts_by_drafter, drafter + 1)
+            _lengthen(self.accepted_by_drafter, drafter + 1)
+        self.drafts_by_drafter[drafter] += 1
+        self.accepted_by_drafter[drafter] += accepted
 
     def add(self, other: SpeculationCounts) -> None:
         """Add the counts of another."""
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
-        for mine, theirs in ((self.accepted_per_pos, other.accepted_per_pos), (self.steps_by_k, other.steps_by_k)):
+        for name in _LISTS:
+            mine, theirs = getattr(self, name), getattr(other, name)
             _lengthen(mine, len(theirs))
             for index, number in enumerate(theirs):
                 mine[index] += number
+        self.recent_drafts = other.recent_drafts
+
+    def by_drafter(self, drafters: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Sampling steps and the tokens that they generated, by the drafter of their drafts; "off": without drafts."""
+        off = self.steps_by_k[0] if self.steps_by_k else 0
+        made = zip(drafters, self.drafts_by_drafter, self.accepted_by_drafter, strict=False)
+        return {"off": (off, off)} | {name: (steps, steps + accepted) for name, steps, accepted in made}
 
     def since(self, earlier: SpeculationCounts) -> SpeculationCounts:
-        """Counts since an earlier snapshot of the same run, without the numbers of steps."""
-        before = earlier.accepted_per_pos + [0] * len(self.accepted_per_pos)
-        return SpeculationCounts(
+        """Counts since an earlier snapshot of the same run."""
+        found = SpeculationCounts(
             self.num_drafts - earlier.num_drafts,
             self.num_draft_tokens - earlier.num_draft_tokens,
             self.num_accepted_tokens - earlier.num_accepted_tokens,
-            [new - old for new, old in zip(self.accepted_per_pos, before, strict=False)],
+            recent_drafts=self.recent_drafts,
         )
+        for name in _LISTS:
+            pairs = zip_longest(getattr(self, name), getattr(earlier, name), fillvalue=0)
+            setattr(found, name, [new - old for new, old in pairs])
+        return found
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -247,8 +278,10 @@ class EngineStats:
     """Tokens whose KV came back from host memory (`swap_space`), for new sequences and preempted ones."""
     kv_host_bytes: int = 0
     """Host memory of swapped KV."""
+    drafters: list[str] = field(default_factory=list)
+    """Methods of the drafters: the configured one, then its fallback if there is one."""
     speculation: list[SpeculationEntry] = field(default_factory=list)
-    """Counts for each adapter and tenant whose drafts have been verified."""
+    """Counts for each adapter and tenant whose requests may have drafts."""
     adapters: list[AdapterInfo] = field(default_factory=list)
     """Registered adapters that are in memory or in use; the others are on disk and cost nothing."""
     num_adapters: int = 0

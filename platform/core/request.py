@@ -24,12 +24,14 @@ class Drafts(NamedTuple):
     (n-gram), or when the request's verification does not need it."""
     forced: bool = False
     """True if a grammar allows no other tokens; they are verified whether or not a drafter is in use."""
+    drafter: int = 0
+    """Index of the drafter that made them, in `EngineStats.drafters`."""
 
     def truncated(self, k: int) -> Drafts:
         """The first `k` drafts."""
         if k >= len(self.token_ids):
             return self
-        return Drafts(self.token_ids[:k], None if self.probs is None else self.probs[:k], self.forced)
+        return self._replace(token_ids=self.token_ids[:k], probs=None if self.probs is None else self.probs[:k])
 
 
 NO_DRAFTS = Drafts([])

@@ -12,11 +12,13 @@ from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
 from .text import did_you_mean
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "oracle")
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
 """Methods that load weights from `model`."""
 IN_TARGET_METHODS = ("mtp",)
 """Methods that load weights from the target's checkpoint if no `model` is given."""
+RECORDED_METHODS = ("oracle",)
+"""Methods that read recorded answers from the file `model`."""
 _LOOKUP_MAX = 5
 REJECTION_METHODS = ("standard", "invariant", "synthetic")
 
@@ -41,6 +43,8 @@ class SpeculativeConfig:
     `num_speculative_tokens` is not given, else false: the number is then fixed."""
     prompt_lookup_max: int = _LOOKUP_MAX
     prompt_lookup_min: int = 1
+    prompt_lookup_corpus: str | None = None
+    """File or folder of texts that prompt lookup searches too; folders in it are tenants' own."""
     suffix_decoding_max_tree_depth: int = 24
     """Longest context that is matched, in tokens."""
     suffix_decoding_max_cached_requests: int = 10000
@@ -58,16 +62,22 @@ class SpeculativeConfig:
     drafts_given: bool = True
     """True when the user gave the number, by `num_speculative_tokens` or by the number of rates. Not a user's field."""
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Methods of the drafters: the configured one, then prompt lookup as fallback of an adaptive neural one."""
+        return (self.method, "ngram") if self.adaptive and self.method in MODEL_METHODS else (self.method,)
+
 
 _DERIVED = ("drafts_given", "download_dir")
 _FIELDS = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name not in _DERIVED)
 # method -> the fields of a `speculative_config` that do not apply to it.
-_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min")
+_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min", "prompt_lookup_corpus")
 _SUFFIX = tuple(name for name in _FIELDS if name.startswith("suffix_decoding_"))
 _NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
     "ngram": ("model", "revision", "quantization", *_SUFFIX),
     "suffix": ("model", "revision", "quantization", *_LOOKUP),
     **dict.fromkeys(MODEL_METHODS, (*_LOOKUP, *_SUFFIX)),
+    **dict.fromkeys(RECORDED_METHODS, ("revision", "quantization", *_LOOKUP, *_SUFFIX)),
 }
 MAX_DRAFTS = 32
 """Most drafts of a row in one step."""
@@ -126,10 +136,11 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         return None
     if method not in METHODS:
         raise _wrong(f"method must be one of {', '.join(METHODS)}; got {method!r}")
-    needs_model = method in MODEL_METHODS and (method not in IN_TARGET_METHODS or "model" in given)
+    needs_model = method in (*MODEL_METHODS, *RECORDED_METHODS)
+    needs_model = needs_model and (method not in IN_TARGET_METHODS or "model" in given)
     if needs_model and (not isinstance(given.get("model"), str) or not given["model"]):
         raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
-    for name in ("revision", "quantization"):
+    for name in ("revision", "quantization", "prompt_lookup_corpus"):
         if not isinstance(given.get(name, ""), str):
             raise _wrong(f"{name} must be a string, got {given[name]!r}")
     if "quantization" in given:

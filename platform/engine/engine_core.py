@@ -150,6 +150,7 @@ class EngineCore:
             prefix_cache_hits=cache.num_hits,
             kv_host_hits=cache.host.num_hits * cache.block_size if cache.host is not None else 0,
             kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
+            drafters=[] if self._config.speculative is None else list(self._config.speculative.drafters),
             speculation=self._speculation.entries(),
             adapters=adapters.adapters,
             running_adapters=adapters.running,

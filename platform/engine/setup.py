@@ -20,6 +20,7 @@ from ...models.checkpoint.json_files import read_model_config
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
 from ...models.checkpoint.paths import resolve_model_path, tokenizer_path
 from ...models.checkpoint.tokenizer import load_tokenizer
+from ...models.config import DecoderConfig
 from ...models.demo import demo_model_path
 from ...models.implementation import read_config
 from ...models.model import LanguageModel
@@ -216,9 +217,10 @@ def _make_executor(
 ) -> Executor:
     """Executor of the target's passes; with several ranks all of them have their memory then."""
     preparers = adapters.prepare, adapters.prepare_head
+    states = _allocate_states(config, model)
     if parallel is None:
-        return LocalExecutor(model, kv, preparers, passes, _allocate_states(config, model))
-    parallel.bind(model, kv, preparers, config, adapters.catalog.stats().num_rows, passes)
+        return LocalExecutor(model, kv, preparers, passes, states)
+    parallel.bind(model, kv, preparers, config, adapters.catalog.stats().num_rows, passes, states)
     return parallel
 
 
@@ -315,6 +317,7 @@ def _make_speculation(
         progress=progress,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=config.scheduler.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
         edit_logits=edit_draft_logits,
         graphs=graphs if parallel is None else None,  # embeddings and head are of all ranks
     )
@@ -329,10 +332,16 @@ def _make_adapters(
     """One manager for the target's adapters and their draft weights: they are loaded and dropped together.
 
     Raises:
-        InvalidRequestError: there is no memory for the number of rows in the options.
+        InvalidRequestError: there is no memory for the number of rows in the options, or the model takes no adapters.
     """
     if config.lora is None:
         return NoAdapters()
+    if isinstance(model.config, DecoderConfig) and model.config.folded_factors:
+        raise InvalidRequestError(
+            f"LoRA is not supported with a GGUF file of {model.config.architecture}: its factors are multiplied into "
+            "the weights, and those of an adapter are not known; use the checkpoint that the file was made of",
+            param="enable_lora",
+        )
     drafter, policy = speculation
 
     def forget(digest: bytes) -> None:

@@ -29,9 +29,9 @@ class SpeculationTotals:
         return self._counts.setdefault(key, SpeculationCounts())
 
     def entries(self) -> list[SpeculationEntry]:
-        """A copy of those with verified drafts."""
+        """A copy of those with steps."""
         return [
             SpeculationEntry(adapter, tenant, copy.deepcopy(counts))
             for (adapter, tenant), counts in self._counts.items()
-            if counts.num_drafts
+            if counts.steps_by_k
         ]

@@ -47,7 +47,8 @@ class DrafterGroup(Drafter):
             else:
                 found = drafter.propose([rows[at] for at in asking], target)
                 for at, proposal in zip(asking, found, strict=True):
-                    results[at] = Proposal(proposal.drafts, results[at].num_draft_computed)
+                    drafts = proposal.drafts._replace(drafter=index)
+                    results[at] = Proposal(drafts, results[at].num_draft_computed)
         return results
 
     def _num_draft_computed(self, row: DraftRow) -> int:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ...platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
 from ..drafters.base import Drafter
+from ..drafters.corpus import load_corpora
 from ..drafters.factory import DrafterContext, make_drafter
 from ..drafters.ngram import NgramDrafter
 from .costs import Padded
@@ -45,6 +46,7 @@ def make_speculation(
     if not is_neural:
         return Speculation(drafter, SpeculationPolicy(traits, padded=padded))
     least = max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max))
-    fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True)
+    corpora = load_corpora(config, context)
+    fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True, corpora=corpora)
     traits.append(DrafterTraits("ngram", most, _LOOKUP_RATE))
     return Speculation(DrafterGroup([drafter, fallback]), SpeculationPolicy(traits, padded=padded))

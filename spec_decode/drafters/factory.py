@@ -46,6 +46,8 @@ class DrafterContext:
     max_num_batched_tokens: int = 2048
     """Most tokens that a drafter with layers computes in one pass."""
     max_model_len: int = 2048
+    max_num_seqs: int = 256
+    """Most requests of a step."""
     edit_logits: EditLogits | None = None
     """Applies a request's masks, biases and penalties to the logits of drafters."""
     graphs: PassGraphs | None = None
@@ -60,6 +62,7 @@ _MODULES = {
     "eagle3": ".eagle.drafter",
     "medusa": ".medusa.drafter",
     "mtp": ".mtp.drafter",
+    "oracle": ".oracle",
 }
 """Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, if the
 drafter owns layers, `kv_bytes_per_token(config, dtype, kv_cache_dtype) -> int`; if it has files, `check(config,

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from ...platform.core.speculative_config import SpeculativeConfig
 from .base import Drafter, DraftRow, Proposal, TargetOutput
+from .corpus import Corpora, load_corpora
 from .factory import DrafterContext
 
 _FEW_PLACES = 24
@@ -110,19 +112,37 @@ class _History:
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:
-    """Build the drafter of `config`; it loads nothing."""
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, by_match=config.adaptive)
+    """Build the drafter of `config`, and load its corpora if there are any: those are searched on the host alone.
+
+    Raises:
+        NotFoundError, InvalidRequestError: see `load_corpora`.
+    """
+    from . import ngram_device
+
+    ns, device = (config.prompt_lookup_min, config.prompt_lookup_max), torch.device(context.device)
+    corpora = load_corpora(config, context)
+    if corpora is not None or not ngram_device.runs_on(device):
+        return NgramDrafter(*ns, by_match=config.adaptive, corpora=corpora)
+    return ngram_device.DeviceNgramDrafter(
+        *ns,
+        by_match=config.adaptive,
+        max_rows=context.max_num_seqs,
+        max_tokens=context.max_model_len,
+        device=device,
+    )
 
 
 class NgramDrafter(Drafter):
-    """Drafts copied from the request's own earlier tokens. Owns no KV; they are certain: `Drafts.probs` is None."""
+    """Drafts copied from the request's own earlier tokens, or from corpora if more tokens match there. Owns no KV; they
+    are certain: `Drafts.probs` is None."""
 
-    def __init__(self, min_n: int, max_n: int, *, by_match: bool = False) -> None:
+    def __init__(self, min_n: int, max_n: int, *, by_match: bool = False, corpora: Corpora | None = None) -> None:
         """`by_match`: make at most 2 n - 1 drafts, or `_FEWEST`, after a match of n tokens. On chats of SmolLM2-135M a
         match of one token is followed by 0.4 correct drafts on average, of four by 3.6 and of eight by 6.8."""
         self._min_n = min_n
         self._max_n = max_n
         self._by_match = by_match
+        self._corpora = corpora
         self._histories: dict[str, _History] = {}  # by request id; of live requests only
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
@@ -141,15 +161,25 @@ class NgramDrafter(Drafter):
         if history is None or history.request is not row.request:
             history = self._histories[row.request.request_id] = _History(row.request, self._min_n, self._max_n)
         history.update(row.tokens)
-        start = history.continuation()
+        start, count = history.continuation(), row.max_drafts
+        if self._corpora is not None:
+            length = history.match_length(start, self._max_n) if start >= 0 else 0
+            if length < self._max_n and (found := self._from_corpora(row, max(length + 1, self._min_n))):
+                return Drafts(found)
         if start < 0:
             return NO_DRAFTS
-        count = row.max_drafts
         if self._by_match:
             count = min(count, max(_FEWEST, 2 * history.match_length(start, count // 2 + 1) - 1))
         period = history.tokens[start : start + count]
         repeats = -(-count // len(period))
         return Drafts((period * repeats)[:count])
+
+    def _from_corpora(self, row: DraftRow, least: int) -> list[int]:
+        """Drafts after a match of at least `least` tokens in the corpora; [] without one."""
+        assert self._corpora is not None
+        count, longest = row.max_drafts, max(self._max_n, row.max_drafts // 2 + 1 if self._by_match else 0)
+        drafts, length = self._corpora.drafts(row.request.tenant, row.tokens, longest, least, count)
+        return drafts[: max(_FEWEST, 2 * length - 1)] if self._by_match else drafts
 
     def _forget_finished(self) -> None:
         finished = [key for key, history in self._histories.items() if history.request.status is Status.FINISHED]

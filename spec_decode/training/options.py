@@ -13,7 +13,7 @@ METHODS = ("eagle3", "eagle", "medusa", "draft-lora")
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
 NO_EFFECT_ON_RESULT = frozenset(
-    {"output", "resume", "overwrite", "save_minutes", "feature_cache", "progress", "device"}
+    {"output", "resume", "overwrite", "save_minutes", "feature_cache", "progress", "trial", "device"}
 )
 """Options that may differ when a run is resumed."""
 _PATHS = ("model", "data", "output", "adapter", "draft", "eval_data", "base_name")
@@ -82,6 +82,7 @@ class TrainOptions:
         None, "what the files name as their base (default: as on the command line)", "output"
     )
     progress: bool = _option(True, "show a progress bar", "output")
+    trial: bool = _option(True, "at the end measure whether serving the drafter pays on this machine", "output")
     unroll: int | None = _option(
         None,
         "steps of the head on its own output in training (default: eagle 1, others 4)",

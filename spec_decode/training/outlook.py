@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .data import Sample, learned_tokens
 from .methods.base import TrainedDrafter
+from .options import TrainOptions
 
 _MEASURED = ((10_000, 1.14), (37_000, 1.20), (75_000, 1.25))
 """Trained tokens, and the acceptance length with 4 drafts on prompts of other topics that an EAGLE-3 head of
@@ -23,7 +24,12 @@ _COVERED = 0.97
 
 
 def outlook(
-    drafter: TrainedDrafter, samples: Sequence[Sample], held_out: Sequence[Sample], steps: int, steps_per_epoch: int
+    options: TrainOptions,
+    drafter: TrainedDrafter,
+    samples: Sequence[Sample],
+    held_out: Sequence[Sample],
+    steps: int,
+    steps_per_epoch: int,
 ) -> Iterator[str]:
     """Lines about the size of a run, and warnings."""
     learned = learned_tokens(samples).total()
@@ -33,11 +39,12 @@ def outlook(
         f"{weights:,} weights to train in {steps:,} steps, {steps / steps_per_epoch:.1f} times over "
         f"{learned:,} tokens of {len(samples):,} samples"
     )
-    compared = [pair for pair in _MEASURED if pair[0] <= trained] or _MEASURED[:1]
-    yield (
-        f"to compare: with {compared[-1][0]:,} tokens an EAGLE-3 head of a 135M model reached an acceptance length of "
-        f"{compared[-1][1]:.2f}; this run trains {trained:,.0f}"
-    )
+    if options.method == "eagle3":
+        compared = [pair for pair in _MEASURED if pair[0] <= trained] or _MEASURED[:1]
+        yield (
+            f"to compare: with {compared[-1][0]:,} tokens an EAGLE-3 head of a 135M model reached an acceptance length "
+            f"of {compared[-1][1]:.2f}; this run trains {trained:,.0f}"
+        )
     tokens = drafter.vocabulary
     if tokens is not None:
         seen, known = learned_tokens(held_out), set(tokens.tolist())

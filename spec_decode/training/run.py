@@ -15,8 +15,9 @@ from .measurement import Measured
 from .methods.base import TrainedDrafter
 from .options import TrainOptions, wrong
 from .outlook import outlook
+from .run_folder import has_ended
 from .target import Target, load_target
-from .trainer import Trainer
+from .trainer import Trainer, last_measurement, remove_checkpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NUM_AUX = 3
@@ -71,15 +72,20 @@ def train_draft(
         OutriderError: a typed error for a mismatch.
         KeyboardInterrupt: Ctrl-C; `options.resume` goes on from the checkpoint. SystemExit: SIGTERM, likewise.
     """
+    folder = Path(options.output)
+    if options.resume and has_ended(folder):
+        report(f"the run in {folder} has ended")
+        return last_measurement(folder)
     with Progress(report, None if options.progress else EVERY) as progress:
         progress.doing(lambda: f"loading {options.model}")
         target, drafter, device = load(options, samples)
         trainer = Trainer(drafter, target, samples, held_out, options, device)
         begin()
-        for line in outlook(drafter, samples, held_out, trainer.steps, trainer.batches_per_epoch):
+        for line in outlook(options, drafter, samples, held_out, trainer.steps, trainer.batches_per_epoch):
             progress.say(line)
         measured = trainer.run(progress)
-        drafter.export(Path(options.output))
+        drafter.export(folder)
+        remove_checkpoint(folder)
     return measured
 
 

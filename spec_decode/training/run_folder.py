@@ -21,8 +21,9 @@ from .output_files import write_json
 RUN_FILE = "run.json"
 GENERATED, GENERATED_EVAL = "generated.jsonl", "generated_eval.jsonl"
 _STATE = os.path.join("checkpoint", "state.pt")
-_RESULTS = ("model.safetensors", "medusa_lm_head.pt", "adapter_model.safetensors", _STATE)
-OURS = (RUN_FILE, GENERATED, GENERATED_EVAL, "training_log.jsonl", "config.json", "adapter_config.json", *_RESULTS)
+_RESULTS = ("model.safetensors", "medusa_lm_head.pt", "adapter_model.safetensors")
+_TRAINED = (*_RESULTS, _STATE)
+OURS = (RUN_FILE, GENERATED, GENERATED_EVAL, "training_log.jsonl", "config.json", "adapter_config.json", *_TRAINED)
 """Files that a run writes."""
 _INPUTS = ("model", "adapter", "draft", "data", "eval_data")
 _DESCRIBING = ("config.json", "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -72,6 +73,12 @@ def prepare_output(options: TrainOptions) -> None:
         write_json(folder / RUN_FILE, described)
     except OSError as error:
         raise wrong("output", f"{folder} cannot be written: {reason(error)}") from error
+
+
+def has_ended(folder: Path) -> bool:
+    """True for a run whose results are there, and whose checkpoint has been deleted."""
+    results = any(os.path.lexists(folder / name) for name in _RESULTS)
+    return results and not os.path.lexists(folder / _STATE)
 
 
 def kept_files(options: TrainOptions) -> set[str]:
@@ -179,7 +186,7 @@ def _check_same_run(options: TrainOptions, folder: Path) -> None:
                 "its content has changed",
                 param=name,
             )
-    if any(os.path.lexists(folder / name) for name in _RESULTS):
+    if any(os.path.lexists(folder / name) for name in _TRAINED):
         _refuse_changes(before, now, folder)
     elif before.get("generation") != now["generation"]:
         _refuse_changes(before, {"generate": options.generate, **(now["generation"] or {})}, folder)

@@ -11,9 +11,15 @@ from ...platform.core.progress import duration
 class Speed:
     """Speed of a run, and the time that is left."""
 
-    def __init__(self, done: int, steps: int) -> None:
+    def __init__(self, done: int, steps: int, eval_every: int) -> None:
         self._first, self._done, self._steps, self._loss = done, done, steps, 0.0
+        self._eval_every = eval_every
         self._window: deque[tuple[int, float]] = deque(maxlen=50)
+        self._measuring = 0.0
+
+    def measured(self, seconds: float) -> None:
+        """Record the duration of a measurement."""
+        self._measuring = seconds
 
     def note(self, done: int, losses: Sequence[float], tokens: int, seconds: float) -> None:
         """Record a step, and the last losses."""
@@ -28,7 +34,8 @@ class Speed:
         if not window:
             return f"step {self._done + 1} of {self._steps} is in flight"
         tokens, seconds = (sum(column) for column in zip(*window, strict=True))
-        left = (self._steps - self._done) * seconds / len(window)
+        measurements = -(-self._steps // self._eval_every) - self._done // self._eval_every
+        left = (self._steps - self._done) * seconds / len(window) + measurements * self._measuring
         return (
             f"step {self._done} of {self._steps}: loss {self._loss:.4f}, {seconds / len(window):.2g} s a step, "
             f"{tokens / seconds:,.0f} tokens/s, about {duration(left)} left"

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from ...platform.core.errors import InvalidRequestError
+from ...platform.core.interrupt import Interrupt
 from ...platform.core.progress import Progress
 from .data import Sample, plan_batches, plan_epoch
 from .features import FeatureCache
@@ -35,33 +33,6 @@ MATRIX_RATE = 0.02
 LARGEST_GRADIENT = 1.0
 """Largest norm of a step's gradient."""
 _FIRST_STEPS = 4  # after which it is said how long the run will take
-
-
-class Interrupt:
-    """While open, the first Ctrl-C or SIGTERM only sets `wanted`, so that a step ends; a second interrupts at once."""
-
-    def __init__(self) -> None:
-        self.wanted: int | None = None
-        """The signal."""
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted is not None:
-            raise KeyboardInterrupt
-        self.wanted = number
-
-    def error(self) -> BaseException:
-        """The exception that ends the process as the signal would have."""
-        return KeyboardInterrupt() if self.wanted == signal.SIGINT else SystemExit(128 + (self.wanted or 0))
 
 
 def rate_factor(step: int, steps: int, warmup: int) -> float:
@@ -120,11 +91,10 @@ class Trainer:
         options = self._options
         first = self._load() if options.resume else 0
         self._drafter.train()
-        progress.doing(lambda: f"measuring the untrained {options.method} on held-out samples")
-        measured = self._measure(first, None, progress) if first == 0 else None  # there is nothing to save yet
+        speed = Speed(first, self.steps, options.eval_every)
+        measured = self._measure(first, None, progress, speed) if first == 0 else None  # there is nothing to save yet
         shown = {"desc": options.method, "unit": "step", "disable": not options.progress}
         with Interrupt() as interrupt, tqdm(total=self.steps, initial=first, **shown) as bar:
-            speed = Speed(first, self.steps)
             progress.doing(speed.describe)
             recent: list[float] = []
             saved = time.monotonic()
@@ -136,7 +106,8 @@ class Trainer:
                 if done == first + _FIRST_STEPS:
                     progress.say(speed.describe())
                 if done % options.eval_every == 0 or done == self.steps:
-                    measured = self._measure(done, sum(recent) / len(recent), progress)
+                    measured = self._measure(done, sum(recent) / len(recent), progress, speed)
+                    progress.doing(speed.describe)
                 ending = f", acceptance {measured.acceptance_length:.2f}" if measured else ""
                 bar.set_postfix_str(f"loss {sum(recent) / len(recent):.4f}{ending}", refresh=False)
                 bar.update()
@@ -147,7 +118,7 @@ class Trainer:
                 if interrupt.wanted and done < self.steps:
                     raise interrupt.error()
             # A run that had ended before: there is nothing left to train, and the log is complete.
-            return measured if measured is not None else self._measure(self.steps, None, progress, log=False)
+            return measured if measured is not None else self._measure(self.steps, None, progress, speed, log=False)
 
     def _order(self, first: int) -> Iterator[int]:
         """Numbers of the batches from step `first` on."""
@@ -174,11 +145,15 @@ class Trainer:
         """Products in bfloat16 if requested."""
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")
 
-    def _measure(self, step: int, loss: float | None, progress: Progress, *, log: bool = True) -> Measured:
-        options, rng = self._options, torch.get_rng_state()
+    def _measure(
+        self, step: int, loss: float | None, progress: Progress, speed: Speed, *, log: bool = True
+    ) -> Measured:
+        options, rng, began = self._options, torch.get_rng_state(), time.monotonic()
+        progress.doing(lambda: f"measuring on held-out samples at step {step} of {self.steps}")
         with self._precision():
             measured = measure(self._drafter, (self._held_out[n] for n in range(len(self._held_out))), options.k)
         torch.set_rng_state(rng)
+        speed.measured(time.monotonic() - began)
         if log:
             self._log(step, loss, measured)
         progress.say(
@@ -241,6 +216,27 @@ class Trainer:
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
             with aside(path) as file:
                 file.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete the checkpoint of a run whose results have been written: it is several times as large as they are."""
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # missing, or not empty
+        (folder / CHECKPOINT).parent.rmdir()
+
+
+def last_measurement(folder: Path) -> Measured:
+    """The last measurement in the log of a run that has ended.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    try:
+        line = json.loads((folder / LOG).read_text(encoding="utf-8").splitlines()[-1])
+        return Measured(line["held_out_loss"], line["acceptance_length"], line["per_position"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        message = f"--resume: the run in {folder} has ended, but its log {LOG} cannot be read: {error}"
+        raise InvalidRequestError(message, param="resume") from error
 
 
 def _step_of(line: str) -> float:

@@ -9,12 +9,14 @@ import pytest
 from outrider import SamplingParams
 from outrider.kernels import penalties
 from outrider.kernels.device_outcome import OnDevice
+from outrider.platform.engine.runner.model_runner import ModelRunner
 from outrider.spec_decode.control import adapters as adapter_trials
 from outrider.spec_decode.control import factory
 from outrider.spec_decode.control.policy import SpeculationPolicy
+from outrider.spec_decode.drafters import ngram_device
 from outrider.spec_decode.verify import draft_sampling as drawing
 
-METHODS = ["draft_model", "eagle3", "medusa"]
+METHODS = ["draft_model", "eagle3", "medusa", "ngram"]
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "min_tokens": 5},
@@ -36,6 +38,7 @@ class Drafts:
         self.read_while_drafting = self.num_sources = self.num_mixed = 0
         self._drafting = False
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
+        monkeypatch.setattr(ngram_device, "runs_on", lambda device: True)
         known = OnDevice.known
 
         def noted(source):
@@ -93,11 +96,43 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run,
         outcomes = run(engine, jobs)
         assert tokens(outcomes) == plain_tokens(jobs)
         assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
-    assert drafts.num_sources > 0
+    # Prompt lookup drafts on the host if it has a step's results in time.
+    assert (drafts.num_sources > 0) == (asynchronous or method != "ngram")
     assert drafts.read_while_drafting == 0
     jobs = jobs_of(models, prompts, KINDS + READING, True)
     assert tokens(run(engine, jobs)) == plain_tokens(jobs)
-    assert drafts.read_while_drafting > 0, "bad words are looked up by the host"
+    assert (drafts.read_while_drafting > 0) == (method != "ngram"), "bad words are looked up by the host"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_prompt_lookup_and_the_next_launch(
+    models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch, on_device
+):
+    """On the host it needs the results of a step, so that each step is collected before the next one is launched. On
+    the device steps are launched ahead, with drafts that the host has not seen."""
+    monkeypatch.setattr(ngram_device, "runs_on", lambda device: on_device)
+    ahead, in_flight = [], []
+    launch, collect = ModelRunner.launch, ModelRunner.collect
+
+    def launched(runner, plan, before=None):
+        if any(row.num_drafts for row in plan.rows):
+            ahead.append(bool(in_flight))
+        in_flight.append(plan)
+        return launch(runner, plan, before)
+
+    def collected(runner, step):
+        in_flight.remove(step.plan)
+        return collect(runner, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", launched)
+    monkeypatch.setattr(ModelRunner, "collect", collected)
+    engine = make(make_engine, models, "ngram", async_scheduling=True)
+    jobs = jobs_of(models, prompts, KINDS, True)
+    ahead.clear()
+    assert tokens(run(engine, jobs)) == plain_tokens(jobs)
+    assert any(ahead) == on_device
+    if on_device:  # others follow a step with a prompt, or with too few tokens
+        assert sum(ahead) > len(ahead) // 2
 
 
 def test_penalties_are_counted_on_the_device(models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch):

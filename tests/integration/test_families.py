@@ -14,7 +14,7 @@ from outrider import LoRARequest, SamplingParams
 from outrider.models.quantization.rounding import round_int8
 
 from ..family_records import record
-from ..tiny_families import FAMILIES, SIZES, Family, build
+from ..tiny_families import FAMILIES, SIZES, UNKNOWN, Family, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
 EXACT = (
@@ -36,8 +36,12 @@ class Served:
 
         self.folder, adapter = str(root / "base"), str(root / "adapter")
         self._base = build(family)
-        self.architecture = type(self._base).__name__
+        self.architecture = family.architecture or type(self._base).__name__
         self._base.save_pretrained(self.folder)
+        if family.architecture is not None:
+            file = root / "base" / "config.json"
+            names = {"architectures": [family.architecture], "model_type": "unknown"}
+            file.write_text(json.dumps(json.loads(file.read_text()) | names))
         self.saves_embeddings = "embed_tokens" in family.targets
         targets = {"target_modules": family.targets, "target_parameters": family.parameters or None}
         lora = LoraConfig(r=4, lora_alpha=3, init_lora_weights=False, **targets)
@@ -96,9 +100,9 @@ def _rounded(weight: torch.Tensor, inputs_first: bool) -> torch.Tensor:
     return found.T if inputs_first else found
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *UNKNOWN])
 def served(request, tmp_path_factory) -> Served:
-    return Served(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
+    return Served(tmp_path_factory.mktemp(request.param), (FAMILIES | UNKNOWN)[request.param])
 
 
 def engine_of(make_engine, served: Served, **options):
@@ -116,6 +120,18 @@ def test_drafts_chunks_and_prefixes(make_engine, run, served):
     assert max(outcome.num_cached_tokens for outcome in again) >= 32
     assert sum(sum(outcome.accepted) for outcome in first) > 0
     record(served.architecture, "native", ["base", "LoRA", "speculation", "prefix cache"], errors)
+
+
+def check_chunks(make_engine, run, served: Served) -> None:
+    """A step computes 16 tokens, so that prompts take several steps, together with others' decodes."""
+    engine = engine_of(make_engine, served, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=False)
+    served.check(run(engine, served.jobs))
+    assert max(len(prompt) for prompt, *_ in served.jobs) > 48
+
+
+def test_chunks(make_engine, run, served):
+    check_chunks(make_engine, run, served)
+    record(served.architecture, "native", ["chunks"])
 
 
 def test_preemption(make_engine, run, served):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from outrider import LoRARequest, SamplingParams
@@ -114,6 +116,18 @@ def test_ngram_drafts_come_from_the_request_alone(make_engine, run, who):
     recorder = Recorder(engine)
     run(engine, [([*secret, *secret[10:13]], GREEDY)])  # by its own prompt it is drafted
     assert recorder.leaks(secret)
+
+
+def test_a_corpus_is_drafted_for_its_tenant_alone(make_engine, run, tmp_path):
+    secret = teach(run, make_engine())
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "secret.jsonl").write_text(json.dumps({"token_ids": secret}) + "\n")
+    (tmp_path / "all.jsonl").write_text(json.dumps({"token_ids": [1, 2, 3]}) + "\n")
+    config = speculative("ngram") | {"prompt_lookup_corpus": str(tmp_path)}
+    engine = make_engine(speculative_config=config)
+    for other in ({"tenant": "b"}, {}, {"tenant": "../a"}, {"cache_salt": "a"}):
+        assert probe(run, engine, secret, **other) == set()
+    assert len(probe(run, engine, secret, tenant="a")) > 20
 
 
 @pytest.mark.parametrize("other", [None, "b"])

@@ -16,7 +16,7 @@ from outrider import LoRARequest
 
 from ..family_records import record
 from ..tiny_multimodal import MULTIMODAL
-from .test_families import Served, engine_of
+from .test_families import Served, check_chunks, engine_of
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def test_drafts_adapters_and_prefixes(make_engine, run, served, caplog):
     assert max(outcome.num_cached_tokens for outcome in again) >= 32
     assert sum(sum(outcome.accepted) for outcome in first) > 0
     assert ("is served without its" in caplog.text) == any("vis" in key for key in _tensors(served))
-    record(served.architecture, "native", ["base", "LoRA", "speculation", "prefix cache"], errors)
+    check_chunks(make_engine, run, served)
+    record(served.architecture, "native", ["base", "LoRA", "speculation", "prefix cache", "chunks"], errors)
 
 
 def _adapter(served: Served) -> Path:

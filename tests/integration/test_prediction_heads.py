@@ -1,24 +1,19 @@
-"""Heads for multi-token prediction in the target's checkpoint, in engines with tiny models of each layout.
-
-The reference is a second model of the family with one layer in transformers: its layer and its norm are the head's.
-"""
+"""Heads for multi-token prediction in the target's checkpoint, in engines with tiny models of each layout."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider import LoRARequest, SamplingParams
 from outrider.models.checkpoint.loader import read_facts
@@ -30,143 +25,10 @@ from outrider.platform.engine.engine_core import EngineCore
 from outrider.spec_decode.control import adapters
 from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
 
+from ..prediction_checkpoints import HIDDEN, LAYOUTS, Checkpoint
 from ..quantized_files import CASES, write_quantized
-from ..tiny_families import FAMILIES, SIZES, Family, build
-
-HIDDEN, VOCAB = SIZES["hidden_size"], SIZES["vocab_size"]
-
-
-class Layout(NamedTuple):
-    """A family's form of a head."""
-
-    names: dict[str, str]
-    """Its name of each module of the reference."""
-    family: Family
-    changes: Mapping[str, Any] = MappingProxyType({})
-    """Options of a model with the head's layer alone."""
-    chains_normed: bool = False
-    hidden_first: bool = False
-    architecture: str | None = None
-    """Name in config.json, if transformers does not know the model."""
-
-
-def modules(token_norm: str, hidden_norm: str, fc: str, norm: str, layer: str) -> dict[str, str]:
-    return {
-        "token_norm": token_norm, "hidden_norm": hidden_norm, "fc": fc, "model.norm": norm, "model.layers.0": layer
-    }  # fmt: skip
-
-
-APPENDED = modules(*(f"model.layers.3{part}" for part in (".enorm", ".hnorm", ".eh_proj", ".shared_head.norm", "")))
-QWEN = modules("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", "mtp.layers.0")
-ERNIE = modules(
-    *(f"model.mtp_{part}.0" for part in ("emb_norm", "hidden_norm", "linear_proj")), "model.norm", "model.mtp_block.0"
-)
-MIMO = modules(
-    *(f"model.mtp_layers.0.{part}" for part in ("token_layernorm", "hidden_layernorm", "input_proj")),
-    *("model.mtp_layers.0.final_layernorm", "model.mtp_layers.0"),
-)
-
-
-def with_head(name: str) -> Family:
-    """A family whose config.json says that there is a head, as published ones do."""
-    return replace(FAMILIES[name], config={**FAMILIES[name].config, "num_nextn_predict_layers": 1})
-
-
-FULL = {"layer_types": ["full_attention"]}
-LAYOUTS = {
-    "deepseek3": Layout(APPENDED, FAMILIES["deepseek3"], {"first_k_dense_replace": 0}),
-    "deepseek3.2": Layout(APPENDED, with_head("deepseek3.2"), {"first_k_dense_replace": 0}),
-    "glm4-moe": Layout(APPENDED, FAMILIES["glm4-moe"], {"first_k_dense_replace": 0}),
-    "glm4-moe-lite": Layout(APPENDED, with_head("glm4-moe-lite"), {"mlp_layer_types": ["sparse"]}),
-    "qwen3.5": Layout(QWEN, FAMILIES["qwen3.5"], FULL, chains_normed=True),
-    "qwen3-next": Layout(QWEN, FAMILIES["qwen3-next"], FULL | {"mlp_only_layers": []}, chains_normed=True),
-    "ernie4.5": Layout(ERNIE, FAMILIES["ernie4.5"]),
-    "mimo": Layout(MIMO, FAMILIES["qwen2"], {}, chains_normed=True, hidden_first=True, architecture="MiMoForCausalLM"),
-}
-TIE = 5e-3
-"""Logits that differ by less may change their order: sums are made in another order than transformers'."""
-
-
-class Checkpoint:
-    """A tiny model with a head, in transformers and on disk. `exact`: the next token depends on the last one alone, and
-    the head knows it."""
-
-    def __init__(self, root: Path, layout: Layout, *, exact: bool = False) -> None:
-        self.layout, self.folder = layout, root / "model"
-        family = layout.family
-        self.target = build(family)
-        self.head = build(Family(family.prefix, {**family.config, "num_hidden_layers": 1, **layout.changes}))
-        make_norm, eps = type(self.head.model.norm), self.target.config.rms_norm_eps
-        self.token_norm, self.hidden_norm = make_norm(HIDDEN, eps=eps), make_norm(HIDDEN, eps=eps)
-        self.fc = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        generator = torch.Generator().manual_seed(3)
-        for module in (self.token_norm, self.hidden_norm, self.fc):
-            module.weight.data = 0.3 * torch.randn(module.weight.shape, generator=generator) + (module is not self.fc)
-        if layout.names["model.norm"] == "model.norm":
-            self.head.model.norm = self.target.model.norm
-        if exact:
-            self._make_exact()
-        self.target.save_pretrained(self.folder)
-        self.head.save_pretrained(root / "head")
-        file = self.folder / "model.safetensors"
-        save_file(load_file(file) | self._stored(load_file(root / "head" / file.name)), file, metadata={"format": "pt"})
-        if layout.architecture is not None:
-            config = json.loads((self.folder / "config.json").read_text())
-            config |= {"architectures": [layout.architecture], "model_type": "unknown"}
-            (self.folder / "config.json").write_text(json.dumps(config))
-
-    def _make_exact(self) -> None:
-        for model in (self.target, self.head):
-            for name, parameter in model.named_parameters():
-                if "o_proj" in name or "out_proj" in name or "down_proj" in name:
-                    parameter.data.zero_()
-        self.fc.weight.data = self._joined(torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN))
-        self.token_norm.weight.data.zero_()
-        if not self.token_norm(torch.ones(1, HIDDEN)).any():  # else the weight is added to 1
-            self.token_norm.weight.data.fill_(1.0)
-        self.head.model.norm.weight.data = self.target.model.norm.weight.data.clone()
-
-    def _joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat((hidden, embedded) if self.layout.hidden_first else (embedded, hidden), -1)
-
-    def _stored(self, head: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the head by the family's names, and copies that DeepSeek-V3 stores."""
-        stored = head | {
-            f"{name}.weight": getattr(self, name).weight.data for name in ("token_norm", "hidden_norm", "fc")
-        }
-        found = {}
-        for ours, theirs in self.layout.names.items():
-            found |= {f"{theirs}{name[len(ours) :]}": t for name, t in stored.items() if name.startswith(f"{ours}.")}
-        if self.layout.names is APPENDED:
-            found["model.layers.3.shared_head.head.weight"] = self.target.lm_head.weight.data.clone()
-            found["model.layers.3.embed_tokens.weight"] = self.target.model.embed_tokens.weight.data.clone()
-        return {name: tensor.contiguous() for name, tensor in found.items()}
-
-    @torch.inference_mode()
-    def logits(self, tokens: list[int], drafts: list[int]) -> list[Tensor]:
-        """[V] before each of `drafts`, which follow `tokens`."""
-        read, features = tokens[1:], self.target.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
-        found: list[Tensor] = []
-        outputs: list[Tensor] = []
-        hook = self.head.model.layers[0].register_forward_hook(
-            lambda module, inputs, output: outputs.append(output[0] if isinstance(output, tuple) else output)
-        )
-        for draft in drafts:
-            embedded = self.token_norm(self.target.model.embed_tokens(torch.tensor(read)))
-            x = self.fc(self._joined(embedded, self.hidden_norm(features)))
-            normed = self.head.model(inputs_embeds=x[None]).last_hidden_state[0, -1]
-            found.append(self.target.lm_head(normed))
-            output = normed if self.layout.chains_normed else outputs[-1].view(len(x), -1)[-1]
-            read, features = [*read, draft], torch.cat((features, output[None]))
-        hook.remove()
-        return found
-
-    def misses(self, tokens: list[int], drafts: list[int]) -> int:
-        """Number of drafts that are not the most likely tokens, up to rounding."""
-        return sum(
-            bool(logits[draft] < logits.max() - TIE)
-            for logits, draft in zip(self.logits(tokens, drafts), drafts, strict=True)
-        )
+from ..thread_ranks import ranks_as_threads
+from ..tiny_families import Family, build
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +103,7 @@ def test_drafts_are_those_of_the_reference_and_change_no_text(checkpoints, make_
     assert drafted > accepted
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "mimo"])
+@pytest.mark.parametrize("name", ["qwen3.5", "mimo", "nemotron-h", "ernie4.5-moe"])
 def test_a_head_that_knows_the_next_token_is_always_right(monkeypatch, checkpoints, make_engine, name):
     """By one of vLLM's names, with a fixed number of drafts and with the policy's."""
     folder, jobs = checkpoints(name, True).folder, [(prompt, GREEDY) for prompt in PROMPTS]
@@ -264,10 +126,12 @@ def test_a_head_that_knows_the_next_token_is_always_right(monkeypatch, checkpoin
         {"num_gpu_blocks_override": 15, "enable_prefix_caching": False},
         {"async_scheduling": True, "max_num_batched_tokens": 16},
         {"num_gpu_blocks_override": 15, "swap_space": 0.01, "preemption_mode": "swap"},
+        {"num_gpu_blocks_override": 15, "tensor_parallel_size": 2},
     ],
-    ids=["preempted", "overlapped", "swapped"],
+    ids=["preempted", "overlapped", "swapped", "divided"],
 )
-def test_scheduling_of_a_hybrid_model_changes_no_text(checkpoints, make_engine, options):
+def test_scheduling_of_a_hybrid_model_changes_no_text(checkpoints, make_engine, options, monkeypatch):
+    ranks_as_threads(monkeypatch)
     folder = checkpoints("qwen3.5").folder
     expected = serve(make_engine(folder), JOBS)
     engine = make_engine(folder, speculative_config=MTP, **options)

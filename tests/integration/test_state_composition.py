@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -23,23 +23,30 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.state_size import ring_size
 from outrider.platform.engine.engine_core import EngineCore
 
+from ..prediction_checkpoints import LAYOUTS, Checkpoint
+from ..thread_ranks import ranks_as_threads
 from ..tiny_families import FAMILIES, SIZES, build
 
 FACTOR = int(os.environ.get("OUTRIDER_TEST_STATE_SEEDS", "1"))
-SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "falcon-h1": 1, "mamba2": 1}
+SEEDS = {"lfm2": 6, "qwen3.5": 3, "qwen3-next": 1, "kimi-linear": 1, "falcon-h1": 1, "mamba2": 1}
 """Seeds of each family, each with 60 requests or more; the last two are slow."""
+DIVIDED = {"lfm2": 1, "qwen3.5": 1}
+"""Seeds of models that two ranks compute."""
+MTP_SEEDS = {"qwen3.5": 2, "nemotron-h": 1}
+"""Seeds of engines that draft with the target's head."""
 TIE = 5e-3
 """Logits that differ by less may change their order: sums are made in another order than transformers' and PEFT's."""
 
 
 class Reference:
-    """A tiny model with two adapters, and a small Llama that drafts for it."""
+    """A tiny model with two adapters, a small Llama that drafts for it, and maybe a head for multi-token prediction."""
 
     def __init__(self, root: Path, name: str) -> None:
         from peft import LoraConfig, get_peft_model
         from transformers import LlamaConfig, LlamaForCausalLM
 
         family = FAMILIES[name]
+        self.head = Checkpoint(root / "head", LAYOUTS[name]).folder if name in LAYOUTS else None
         self.folder, self.draft = str(root / "base"), str(root / "draft")
         base = build(family)
         base.save_pretrained(self.folder)
@@ -91,15 +98,18 @@ def references(tmp_path_factory):
     return cache(lambda name: Reference(tmp_path_factory.mktemp(name), name))
 
 
-def options(rng: random.Random, reference: Reference) -> dict:
-    """Options of an engine; its memory has room for few states of the prefix cache."""
-    method = rng.choice([None, "ngram", "suffix", "suffix", "draft_model"])
+def options(rng: random.Random, reference: Reference, method: str | None = "any") -> dict:
+    """Options of an engine; its memory has room for few states of the prefix cache. `method`: its drafter."""
+    if method == "any":
+        method = rng.choice([None, "ngram", "suffix", "suffix", "draft_model"])
     speculative, k = None, 0
     if method is not None:
         k = rng.randint(1, 5)
         speculative = {"method": method, "num_speculative_tokens": k}
         if method == "draft_model":
             speculative["model"] = reference.draft
+        if method == "mtp":
+            speculative["model"] = str(reference.head)
         if rng.random() < 0.3:
             speculative["adaptive"] = True
     seats, block_size = rng.randint(2, 6), rng.choice([2, 4, 8, 16])
@@ -141,8 +151,10 @@ def requests(rng: random.Random, reference: Reference, count: int) -> list[Engin
     return made
 
 
-def serve(engine: EngineCore, rng: random.Random, jobs: list[EngineRequest]) -> dict[str, list[int]]:
-    """Outputs of the requests that were not aborted; they arrive while others run."""
+def serve(
+    engine: EngineCore, rng: random.Random, jobs: list[EngineRequest], *, fails: bool = True
+) -> dict[str, list[int]]:
+    """Outputs of the requests that were not aborted; they arrive while others run. A step may fail, if `fails`."""
     outputs: dict[str, list[int]] = {}
     waiting, failing = list(jobs), rng.choice([None, None, rng.randint(0, 40)])
     computes, aborted = engine.model.forward, set()
@@ -156,7 +168,7 @@ def serve(engine: EngineCore, rng: random.Random, jobs: list[EngineRequest]) -> 
             victim = rng.choice(list(outputs))
             aborted.add(victim)
             engine.abort([victim])
-        if step == failing:
+        if fails and step == failing:
             engine.model.forward = _fail
         try:
             for delta in engine.step():
@@ -180,20 +192,46 @@ def _fail(*args, **named):
 
 @pytest.mark.parametrize(("family", "seed"), [(name, seed) for name, n in SEEDS.items() for seed in range(n * FACTOR)])
 def test_random_compositions(references, family: str, seed: int) -> None:
-    reference = references(family)
+    compose(references(family), seed)
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), [(name, seed) for name, n in MTP_SEEDS.items() for seed in range(n * FACTOR)]
+)
+def test_random_compositions_with_the_targets_head(references, family: str, seed: int) -> None:
+    assert compose(references(family), seed, "mtp") > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "seed"), [(name, seed) for name, n in DIVIDED.items() for seed in range(n * FACTOR)]
+)
+def test_random_compositions_on_two_ranks(references, family: str, seed: int, monkeypatch) -> None:
+    """A step that fails ends an engine of several ranks, so none does."""
+    ranks_as_threads(monkeypatch)
+    compose(references(family), seed, num_ranks=2)
+
+
+def compose(reference: Reference, seed: int, method: str | None = "any", num_ranks: int = 1) -> int:
+    """Serve the compositions of a seed, and compare texts with the reference; return the number of drafts."""
     rng = random.Random(seed)
-    engine = EngineCore(EngineArgs(**options(rng, reference)))
+    values = options(rng, reference, method)
+    if num_ranks > 1:
+        values |= {"tensor_parallel_size": num_ranks, "async_scheduling": False}
+        values["kv_cache_memory_bytes"] //= num_ranks  # of one rank
+    engine = EngineCore(EngineArgs(**values))
+    serve_all = partial(serve, engine, rng, fails=num_ranks == 1)
     try:
         jobs = requests(rng, reference, 20)
-        outputs = serve(engine, rng, jobs)
+        outputs = serve_all(jobs)
         longer = [[*job.prompt_token_ids, *outputs.get(job.request_id, [])][:90] for job in jobs]
         turns = [
             replace(job, request_id=f"turn {job.request_id}", prompt_token_ids=prompt)
             for job, prompt in zip(jobs, longer, strict=True)
         ]
         again = [replace(job, request_id=f"again {job.request_id}") for job in jobs]  # whose drafts are often right
-        outputs |= serve(engine, rng, turns)
-        outputs |= serve(engine, rng, again)
+        outputs |= serve_all(turns)
+        outputs |= serve_all(again)
+        num_drafts = sum(entry.counts.num_draft_tokens for entry in engine.stats().speculation)
     finally:
         engine.shutdown()
     texts: dict[str | None, list[tuple[list[int], list[int]]]] = {}
@@ -204,3 +242,4 @@ def test_random_compositions(references, family: str, seed: int) -> None:
             texts.setdefault(adapter, []).append((list(job.prompt_token_ids), output))
     for adapter, of_adapter in texts.items():
         reference.check(adapter, of_adapter)
+    return num_drafts

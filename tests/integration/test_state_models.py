@@ -70,7 +70,7 @@ def test_the_next_turn_starts_at_the_last_full_block(folder):
     ("options", "param", "message"),
     [
         ({"batch_invariant": True}, "batch_invariant", "recurrent"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size", "recurrent state"),
+        ({"tensor_parallel_size": 5}, "tensor_parallel_size", "does not divide"),
         ({"kv_cache_memory_bytes": 20_000, "max_num_seqs": 30}, "max_num_seqs", "lower max_num_seqs"),
         ({"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}, "speculative_config", "draft"),
     ],

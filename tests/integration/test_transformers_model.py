@@ -127,7 +127,11 @@ def test_family_equals_transformers_and_peft(family, tmp_path, make_engine, run)
     drafting = make_engine(**options, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     drafted = run(drafting, jobs)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in outcomes]
-    shown = ["base", "LoRA", "speculation", "prefix cache"]
+    for limits in ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, {"num_gpu_blocks_override": 8}):
+        limited = make_engine(**options, **limits, block_size=16, enable_prefix_caching=False, max_model_len=64)
+        assert [o.token_ids for o in run(limited, jobs)] == [o.token_ids for o in outcomes]
+        assert (limited.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in limits)
+    shown = ["base", "LoRA", "speculation", "prefix cache", "preemption", "chunks"]
     record(f"{family}ForCausalLM", "transformers", shown, [max(part) for part in errors])
 
 

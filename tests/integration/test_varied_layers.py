@@ -33,9 +33,10 @@ def test_shared_keys_are_cached_once(folder):
     assert read_facts(folder).kv_bytes_per_token == 2 * 2 * sum(sizes) * 4
 
 
-def test_several_ranks_are_refused(folder):
-    with pytest.raises(InvalidRequestError, match="layers of several shapes"):
-        rank_config(load_model(folder).config, 2)
+@pytest.mark.parametrize(("size", "word"), [(3, "num_attention_heads 4"), (8, "num_attention_heads 4")])
+def test_ranks_that_do_not_divide_a_layer_are_named(folder, size, word):
+    with pytest.raises(InvalidRequestError, match=word):
+        rank_config(load_model(folder).config, size)
 
 
 def test_an_adapter_on_the_inputs_table_is_refused_by_name(folder, make_engine, run, tmp_path):

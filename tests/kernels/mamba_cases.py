@@ -38,7 +38,7 @@ def make_mixer(
     found = None
     if norm != "none":
         scale = torch.rand(size, generator=generator).to(device) + 0.5
-        found = GroupNorm(scale, 1e-5, norm == "before_gate")
+        found = GroupNorm(scale, 1e-5, norm == "before_gate", size // groups)
     states = torch.randn(NUM_SLOTS, heads, state_dim, head_dim, generator=generator).to(device)
     states[0] = 0
     weights = MixerWeights(-2 * rate, bias, skip, found, groups, (0.2, 1.7))

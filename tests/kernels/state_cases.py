@@ -54,17 +54,27 @@ class Net(NamedTuple):
     states: Tensor
 
 
-def make_net(rows: Rows, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device = CPU) -> Net:
-    """Random pass of a net of (key heads, value heads, elements of a key, elements of a value)."""
+def make_net(
+    rows: Rows,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    is_kimi: bool = False,
+) -> Net:
+    """Random pass of a net of (key heads, value heads, elements of a key, elements of a value), of Kimi Delta Attention
+    if `is_kimi`."""
     key_heads, heads, key_dim, value_dim = shape
     generator = torch.Generator().manual_seed(sum(rows.lens) + key_dim)
     channels, size, count = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim, sum(rows.lens)
-    wide = torch.randn(count, channels + size + 2 * heads + 3, generator=generator).to(device, dtype)
-    inputs = Projected(*wide[:, 3:].split([channels, size, heads, heads], 1))
-    rate, bias, norm = (torch.rand(n, generator=generator).to(device) for n in (heads, heads, value_dim))
+    decays = heads * key_dim if is_kimi else heads
+    wide = torch.randn(count, channels + size + heads + decays + 3, generator=generator).to(device, dtype)
+    inputs = Projected(*wide[:, 3:].split([channels, size, heads, decays], 1))
+    rate, bias, norm = (torch.rand(n, generator=generator).to(device) for n in (heads, decays, value_dim))
     states = torch.randn(NUM_SLOTS, heads, key_dim, value_dim, generator=generator).to(device)
     states[0] = 0
-    return Net(inputs, DeltaWeights(2 * rate, bias, prepare(norm, 1e-6), key_heads), rows.plan(3, device), states)
+    weights = DeltaWeights(2 * rate, bias, prepare(norm, 1e-6), key_heads, sigmoid_gate=is_kimi)
+    return Net(inputs, weights, rows.plan(3, device), states)
 
 
 def net_definition(net: Net, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -77,13 +87,14 @@ def net_definition(net: Net, rows: Rows) -> tuple[Tensor, Tensor]:
         part.unflatten(1, (-1, key_dim)).repeat_interleave(heads // weights.key_heads, 1) for part in (query, key)
     )
     query, key = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
-    decay = (-weights.rate.double() * torch.log1p((inputs.decay + weights.rate_bias.double()).exp())).exp()
+    logits = (inputs.decay + weights.rate_bias.double()).unflatten(1, (heads, -1))
+    decay = (-weights.rate.double()[:, None] * torch.log1p(logits.exp())).exp()  # [T, H, 1] or [T, H, D]
     beta, value = inputs.beta.sigmoid(), value.unflatten(1, (heads, -1))
     out, token = torch.empty(len(query), heads, value_dim, dtype=torch.float64), 0
     for count, source, writes in zip(*rows, strict=True):
         state = before[source]
         for t in range(count):
-            state = state * decay[token, :, None, None]
+            state = state * decay[token, ..., None]
             known = torch.einsum("hdv,hd->hv", state, key[token])
             delta = beta[token, :, None] * (value[token] - known)
             state = state + key[token, :, :, None] * delta[:, None]
@@ -95,7 +106,7 @@ def net_definition(net: Net, rows: Rows) -> tuple[Tensor, Tensor]:
     scale = weights.norm.scale.double() * value_dim**-0.5
     out = out / (out.square().mean(-1, keepdim=True) + 1e-6).sqrt() * scale
     gate = inputs.gate.view(out.shape)
-    return (out * gate * gate.sigmoid()).flatten(1), after
+    return (out * (1 if weights.sigmoid_gate else gate) * gate.sigmoid()).flatten(1), after
 
 
 class Conv(NamedTuple):

@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
 from outrider.kernels import act_and_mul, rms_norm
+from outrider.kernels import linear as linear_products
+from outrider.kernels.linear import device_few
 from outrider.kernels.linear import torch as linear
 from outrider.lora.device import arena, batching, vectors
 from outrider.lora.device.batching import LoraBatcher
@@ -32,6 +34,10 @@ BASE = Counter({"linear": 4, "_rms_norm_kernel": 2, "_act_and_mul_kernel": 1, "a
 """Launches of a layer without adapters."""
 ADAPTERS = Counter({"shrink_kernel": 4, "expand_kernel": 4})
 """Launches that adapters add, however many there are: two for each of qkv, o, gate_up and down."""
+FEW = Counter({"few_rows_kernel": 4, "attention_kernel": 1})
+"""Launches of a layer without adapters in a step of few tokens."""
+FEW_ADAPTERS = Counter({"shrink_kernel": 4})
+"""Launches that adapters add to it."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -69,8 +75,9 @@ class Launches:
                 sites.write(pool.allocate(bytes([index]), 1), sites.model.layout.pack(weights))
             owners = [pool.allocation(bytes([row * num_adapters // rows])) for row in range(rows)]
             batch = LoraBatcher(torch.float32, model.device).build([(owner, 1) for owner in owners])
-        kv = allocate_kv(model.kv_layers, 2 * rows, BLOCK, torch.float32, "cpu")
-        tables = [[2 * row, 2 * row + 1] for row in range(rows)]
+        blocks = start // BLOCK + 1
+        kv = allocate_kv(model.kv_layers, blocks * rows, BLOCK, torch.float32, "cpu")
+        tables = [list(range(blocks * row, blocks * (row + 1))) for row in range(rows)]
         step = build_batch(SequenceRows([0] * rows, [1] * rows, [start] * rows, tables), model, kv, batch)
         self._kernels.clear()
         recorder = _Named()
@@ -98,7 +105,7 @@ def _config(num_layers: int) -> DecoderConfig:
     return DecoderConfig(
         **{"architecture": "LlamaForCausalLM", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48},
         **{"num_layers": num_layers, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16},
-        **{"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "qk_norm": False},
+        **{"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "qk_norm": False},
         **{"rope": RopeConfig(rope_type="default", theta=1e4), "windows": (None,) * num_layers},
         **{"qkv_bias": False, "o_bias": False, "mlp_bias": False},
         dtype=torch.float32,
@@ -116,6 +123,8 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(decoder, "adds_residuals", lambda device: True)
     monkeypatch.setattr(grouped, "make_attention", lambda spec, *, batch_invariant: TritonAttention(spec))
     monkeypatch.setattr(linear, "_prepacks", lambda weight: False)
+    monkeypatch.setattr(linear_products, "use_triton", lambda x: True)
+    monkeypatch.setattr(device_few, "tried_rows", lambda weight: 16)
     without_native_kernels(monkeypatch)
     return Launches(monkeypatch)
 
@@ -123,3 +132,26 @@ def launches(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
 @pytest.mark.parametrize("num_adapters", [0, 1, 64])
 def test_a_layer_of_decodes(num_adapters: int, launches: Launches) -> None:
     assert launches.of_layer(num_adapters) == BASE + (ADAPTERS if num_adapters else Counter())
+
+
+@pytest.mark.parametrize("start", [20, 1000])
+@pytest.mark.parametrize(("rows", "num_adapters"), [(1, 0), (1, 1), (16, 0), (16, 1), (16, 16)])
+def test_a_layer_of_few_decodes(rows: int, num_adapters: int, start: int, launches: Launches) -> None:
+    counted = launches.of_layer(num_adapters, rows, start)
+    assert counted == FEW + (FEW_ADAPTERS if num_adapters else Counter())
+    assert counted.total() <= (10 if num_adapters else 6)
+
+
+def test_a_layer_with_the_librarys_products(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a trial finds these faster, or their weights are too few tokens' worth, the layer is as with many tokens."""
+    monkeypatch.setattr(device_few, "tried_rows", lambda weight: 4)
+    assert launches.of_layer(0, 5) == BASE
+    assert launches.of_layer(1, 5) == BASE + ADAPTERS
+    assert launches.of_layer(1, 4) == FEW + FEW_ADAPTERS
+
+
+def test_a_layer_with_one_product_of_the_librarys(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others of its products save the launch of the expand, and nothing else."""
+    monkeypatch.setattr(device_few, "tried_rows", lambda weight: 16 if weight.shape[1] == 48 else 0)  # down
+    expected = BASE + ADAPTERS - Counter({"linear": 1, "expand_kernel": 1}) + Counter({"few_rows_kernel": 1})
+    assert launches.of_layer(1, 3) == expected

@@ -41,12 +41,13 @@ def convolution(request: pytest.FixtureRequest, tmp_path) -> Iterator:
             yield conv_native.short_convolution
 
 
+@pytest.mark.parametrize("is_kimi", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ROWS)
-def test_delta_net(net, name, shape, dtype):
+def test_delta_net(net, name, shape, dtype, is_kimi):
     rows = ROWS[name]
-    case = make_net(rows, shape, dtype)
+    case = make_net(rows, shape, dtype, is_kimi=is_kimi)
     expected, states = net_definition(case, rows)
     out = net(*case)
     assert out.dtype == dtype
@@ -63,11 +64,13 @@ def test_states_that_no_row_writes_are_untouched(net):
     assert changed == {slot for writes in rows.writes for _, slot in writes}
 
 
-def test_strong_decays_leave_no_nan(net):
+@pytest.mark.parametrize("is_kimi", [False, True])
+def test_strong_decays_leave_no_nan(net, is_kimi):
     rows = ROWS["chunks"]
-    case = make_net(rows, (1, 2, 16, 16), torch.float32)
+    case = make_net(rows, (1, 2, 16, 16), torch.float32, is_kimi=is_kimi)
     case = case._replace(weights=case.weights._replace(rate=case.weights.rate + 500))
     case.inputs.decay[::3] = 30.0  # softplus is the number itself
+    case.inputs.decay[1::3] = -100.0  # and 0
     expected, states = net_definition(case, rows)
     torch.testing.assert_close(net(*case).double(), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(case.states.double(), states, atol=1e-5, rtol=1e-5)
@@ -87,13 +90,15 @@ def test_convolution(convolution, name, channels, kernel, bias, dtype, silu):
     assert torch.equal(case.states, states)  # copies
 
 
+@pytest.mark.parametrize("is_kimi", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_has_the_same_bits_in_any_batch(team, threads):
+def test_a_row_has_the_same_bits_in_any_batch(team, threads, is_kimi):
     if net_native._functions() is None:
         pytest.skip("no kernels")
     torch.set_num_threads(threads)
     rows = ROWS["chunks"]
-    case, filters = make_net(rows, (2, 4, 40, 72), torch.bfloat16), make_conv(rows, 600, 4, torch.bfloat16, bias=True)
+    case = make_net(rows, (2, 4, 40, 72), torch.bfloat16, is_kimi=is_kimi)
+    filters = make_conv(rows, 600, 4, torch.bfloat16, bias=True)
     before, history = case.states.clone(), filters.states.clone()
     out, y = net_native.delta_net(*case), conv_native.short_convolution(*filters, silu=True)
     first = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,9 +31,11 @@ def make(scale: float | None, outputs: int = OUTPUTS, inputs: int = INPUTS) -> Q
     return QuantizedWeight(bits=8, codes=codes, scales=scales, group=inputs, float8_scale=scale)
 
 
-def rounded(x: Tensor, scale: float) -> Tensor:
+def rounded(x: Tensor, scale: float, bound: float = math.inf) -> Tensor:
     """Inputs as float8 holds them, times their scales: float64."""
-    scales = x.float().abs().amax(1, keepdim=True) / 448 if scale == 0 else torch.full((len(x), 1), scale)
+    scales = (
+        x.float().abs().amax(1, keepdim=True).clamp(max=bound) / 448 if scale == 0 else torch.full((len(x), 1), scale)
+    )
     codes = (x.float() / torch.where(scales > 0, scales, 1.0)).clamp(-448, 448).to(torch.float8_e4m3fn)
     return codes.double() * scales.double()
 
@@ -160,6 +163,20 @@ def test_numbers_are_the_nearest_and_what_is_not_finite_stays_so(calls: list[tup
     y = pack(torch.bfloat16, replace(weight, float8_scale=0.0))(rows)
     assert not y[0].any()
     assert y[1].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [SCALED_TOKENS - 1, SCALED_TOKENS])
+def test_inputs_beyond_the_bound_are_cut_off(rows: int, any_dtype: None, calls: list[tuple[Tensor, ...]]) -> None:
+    """fbgemm's activation_scale_ub: an outlier does not take the precision of the other inputs of its token."""
+    dtype = torch.float16 if rows < SCALED_TOKENS else torch.bfloat16
+    weight = replace(make(0.0), float8_bound=4.0)
+    x = torch.randn(rows, INPUTS).to(dtype)
+    x[0, 5], x[1, 7] = 900.0, -900.0
+    y = pack(dtype, weight)(x)
+    check(y, rounded(x, 0.0, 4.0) @ weight.dequantized().double().t(), dtype)
+    assert (rounded(x, 0.0, 4.0).abs() < 4.1).all()
+    merged = pack(dtype, weight, replace(make(0.0), float8_bound=4.0))(x)[:, :OUTPUTS]
+    check(merged, y.double(), dtype)
 
 
 RULES: dict[str, Callable[[QuantizedWeight], QuantizedWeight]] = {

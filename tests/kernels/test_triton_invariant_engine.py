@@ -129,13 +129,14 @@ def launches(found: dict[str, list[dict[str, Any]]], operations: set[str]) -> It
 class Texts:
     """Texts of one engine."""
 
-    def __init__(self, files: dict[str, Path], device: str, *, drafts: bool = False) -> None:
+    def __init__(self, files: dict[str, Path], device: str, *, drafts: bool = False, cache: str = "auto") -> None:
         self._engine = EngineCore(
             EngineArgs(
                 model=str(files["target"]), device=device, dtype="bfloat16" if device == "cuda" else "float32",
                 load_format="dummy", max_model_len=64, max_num_seqs=4, num_gpu_blocks_override=40, seed=0,
                 enable_lora=True, max_loras=2, max_lora_rank=20, batch_invariant=True, enable_prefix_caching=False,
                 speculative_config={"method": "ngram", "num_speculative_tokens": 2} if drafts else None,
+                kv_cache_dtype=cache,
             )
         )  # fmt: skip
         self._loras = [None, *(LoRARequest(name, path=str(files[name])) for name in ("narrow", "wide"))]
@@ -222,6 +223,15 @@ def test_a_batch_in_graphs_says_the_same(
     found = said(make_texts(drafts=True)(range(len(PROMPTS)), 5))
     assert found == [(tokens[:5], logprobs[:5]) for tokens, logprobs in alone]
     assert graphs.num_replayed >= 3
+
+
+def test_an_fp8_cache_is_invariant_too(make_texts: Callable[..., Texts], alone: list[Any]) -> None:
+    """Every query reads its keys from the cache, those of its own step too."""
+    texts = make_texts(cache="fp8")
+    expected = [said(texts([index], 4))[0] for index in range(len(PROMPTS))]
+    assert expected != [(tokens[:4], logprobs[:4]) for tokens, logprobs in alone], "the cache is rounded"
+    assert said(texts(range(len(PROMPTS)), 4)) == expected
+    assert said(make_texts(drafts=True, cache="fp8")(range(len(PROMPTS)), 4)) == expected
 
 
 @pytest.mark.parametrize("bug", ["attention", "adapters", "products"])

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from outrider.kernels import delta_net as net_package
 from outrider.kernels import short_convolution as conv_package
 from outrider.kernels.delta_net import triton as net_kernels
+from outrider.kernels.state_plan import MAX_TOKENS
 
 from .state_cases import MORE_ROWS, ROWS, Rows, conv_definition, make_conv, make_net, net_definition
 
@@ -26,16 +27,20 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
+@pytest.mark.parametrize("is_kimi", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(2, 4, 12, 10), (1, 2, 72, 40)])
 @pytest.mark.parametrize("name", PASSES)
-def test_delta_net(name, shape, dtype, device):
-    check_net(PASSES[name], shape, dtype, device)
+def test_delta_net(name, shape, dtype, is_kimi, device):
+    check_net(PASSES[name], shape, dtype, device, is_kimi)
 
 
-def check_net(rows: Rows, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
-    case = make_net(rows, shape, dtype, torch.device(device))
-    assert net_kernels.serves(case.states)
+def check_net(
+    rows: Rows, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, is_kimi: bool = False
+) -> None:
+    case = make_net(rows, shape, dtype, torch.device(device), is_kimi=is_kimi)
+    is_long = max(rows.lens) > MAX_TOKENS
+    assert net_kernels.serves(case.plan, is_kimi, case.states) == (not is_kimi or not is_long)
     expected, states = net_definition(case, rows)
     out = net_package.delta_net(*case)
     assert out.dtype == dtype

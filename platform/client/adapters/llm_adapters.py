@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...core.lora_request import LoRARequest
@@ -78,7 +78,7 @@ class LLMAdapters:
 
     def reload_after_restart(self) -> None:
         """See `LoadedAdapters.reload_after_restart`."""
-        _run(self.loaded.reload_after_restart(self._call))
+        _run(self.loaded.reload_after_restart(self._call, _run_in_turn))
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -89,6 +89,12 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     raise AssertionError("the coroutine waits for an event loop")
+
+
+async def _run_in_turn(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines that wait for no event loop."""
+    for work in works:
+        await work
 
 
 class _KnownAdapters(Mapping[str, LoRARequest]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from ...core.errors import EngineDeadError, InvalidRequestError, NotFoundError, 
 from ...core.lora_request import LoRARequest
 from ...core.messages import AdapterInfo
 from ...core.sampling_params import quote_for_error
+from ...core.tasks import run_all
 from .lora_int_ids import LoRAIntIds
 from .sources import AdapterSources
 
@@ -25,6 +26,8 @@ NO_FILES = "changed"
 
 Call = Callable[..., Awaitable[Any]]
 """Calls a verb of an engine, such as "adapters.load", with its arguments."""
+RunAll = Callable[[Iterable[Coroutine[Any, Any, None]]], Awaitable[Any]]
+"""Runs coroutines, which begin in their order."""
 
 
 class _LoadedAdapter(NamedTuple):
@@ -165,8 +168,9 @@ class LoadedAdapters:
             self._loaded[info.name] = _LoadedAdapter(known.is_read or bool(digest), info.pinned, digest)
             self.requests[info.name] = request
 
-    async def reload_after_restart(self, call: Call) -> None:
-        """Load in an engine that has just started what the last one had, in the same order.
+    async def reload_after_restart(self, call: Call, run: RunAll = run_all) -> None:
+        """Load in an engine that has just started what the last one had. The engine gets the loads in the same order
+        without waiting between them, and reads several files at once.
 
         An adapter that cannot be loaded any more is forgotten. One whose files have another content by now keeps its
         name, and its requests get the error for that.
@@ -176,14 +180,16 @@ class LoadedAdapters:
             group = [*entries]
             if not is_read and await _register_all(call, [request for request, _ in group]):
                 continue
-            for request, loaded in group:
-                try:
-                    await _reload(call, request, loaded)
-                except EngineDeadError:
-                    raise
-                except OutriderError as error:
-                    logger.error("Adapter %r cannot be loaded again: %r", request.name, error.message)
-                    self._forget(request.name)
+            await run(self._reload_or_forget(call, request, loaded) for request, loaded in group)
+
+    async def _reload_or_forget(self, call: Call, request: LoRARequest, loaded: _LoadedAdapter) -> None:
+        try:
+            await _reload(call, request, loaded)
+        except EngineDeadError:
+            raise
+        except OutriderError as error:
+            logger.error("Adapter %r cannot be loaded again: %r", request.name, error.message)
+            self._forget(request.name)
 
     # --- the record -----------------------------------------------------------------------------------------------
 

@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ....kernels.memory import release_pages
 from ....models.batch import AdapterPreparer, LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
-from ....models.states.memory import LayerStates
+from ....models.states.memory import LayerStates, release_states
 from ...core.errors import EngineDeadError
 from .captured import TargetPasses
 
@@ -103,8 +102,7 @@ class LocalExecutor:
 
     def release_memory(self) -> None:
         """See `Executor`."""
-        for part in (part for layer in self._states for part in layer if part is not None):
-            release_pages(part)
+        release_states(self._states)
 
     def close(self) -> None:
         """See `Executor`."""

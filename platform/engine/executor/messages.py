@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ....lora.device.layout import LM_HEAD, SCORE, ModelLayout, OwnRows, PackedModules, PackedRows
 from ....models.batch import SequenceRows
+from ...core.batch import RowStates
 from ...core.wire import receive, receive_into, send
 
 
@@ -77,15 +78,29 @@ def receive_message(link: socket.socket) -> Message:
 
 def encode_rows(rows: SequenceRows, token_ids: list[int]) -> tuple[list[int], NDArray[np.int32]]:
     """Rows with these tokens as one array, and the lengths of its parts."""
-    parts = [token_ids, rows.query_lens, rows.starts, list(rows.prompt_lens), *rows.block_tables]
+    states: list[int] = []  # of each row: two lengths, and what they count
+    for row in rows.states:
+        states += [len(row.ring), len(row.snapshots), row.num_kept, *row.origin, *row.ring]
+        states += itertools.chain.from_iterable(row.snapshots)
+    parts = [token_ids, rows.query_lens, rows.starts, list(rows.prompt_lens), states, *rows.block_tables]
     return [len(part) for part in parts], np.fromiter(itertools.chain.from_iterable(parts), np.int32)
 
 
 def decode_rows(lengths: list[int], array: NDArray[np.uint8]) -> SequenceRows:
     """Rows of `encode_rows`."""
     numbers = iter(array.view(np.int32).tolist())
-    token_ids, query_lens, starts, prompt_lens, *tables = (list(itertools.islice(numbers, n)) for n in lengths)
-    return SequenceRows(token_ids, query_lens, starts, tables, prompt_lens=prompt_lens)
+    token_ids, query_lens, starts, prompt_lens, states, *tables = (list(itertools.islice(numbers, n)) for n in lengths)
+    of_rows = list(_decode_states(states))
+    return SequenceRows(token_ids, query_lens, starts, tables, prompt_lens=prompt_lens, states=of_rows)
+
+
+def _decode_states(numbers: list[int]) -> Iterator[RowStates]:
+    rest = iter(numbers)
+    for ring_size in rest:
+        num_snapshots, num_kept, *origin = itertools.islice(rest, 4)
+        ring = list(itertools.islice(rest, ring_size))
+        pairs = list(itertools.islice(rest, 2 * num_snapshots))
+        yield RowStates(ring, num_kept, (origin[0], origin[1]), list(zip(pairs[::2], pairs[1::2], strict=True)))
 
 
 def encode_packed(packed: PackedModules) -> tuple[list[Any], list[NDArray[Any]]]:

@@ -20,6 +20,7 @@ from ....lora.device.layout import PackedModules
 from ....lora.device.pool import Allocation
 from ....models.batch import AdapterPreparer, LayerKV, SequenceRows, build_batch
 from ....models.model import DecoderOutput, LanguageModel
+from ....models.states.memory import LayerStates, release_states
 from ...core.batch import Move
 from ...core.config import EngineConfig
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info
@@ -166,6 +167,7 @@ class ParallelExecutor:
         config: EngineConfig,
         num_lora_rows: int,
         passes: TargetPasses | None,
+        states: Sequence[LayerStates],
     ) -> None:
         """Set this process's share and its memory, and have the other ranks allocate theirs.
 
@@ -176,8 +178,9 @@ class ParallelExecutor:
             config: The engine's configuration.
             num_lora_rows: Rank rows of the adapters; not used without adapters.
             passes: Captured passes, which the other ranks capture, too; None: nothing is captured.
+            states: Memory of its layers with a recurrent state.
         """
-        self._model, self._kv, self._passes = model, kv, passes
+        self._model, self._kv, self._states, self._passes = model, kv, states, passes
         self._prepare, self._prepare_head = preparers
         self.weight_bytes = sum(said["weight_bytes"] for said in self._await("load its weights", _LOAD_SECONDS))
         """Bytes of the other ranks' weights."""
@@ -190,9 +193,9 @@ class ParallelExecutor:
                 sockets.register(remote.link, select.POLLIN)
         threading.Thread(target=_end_waits, args=[watched, self._ranks], name="outrider-ranks", daemon=True).start()
         graphs = None if passes is None else [list(passes.aux_layers), *passes.limits]
-        self._announce(
-            Message("allocate", [cache.num_blocks, cache.block_size, cache.dtype, lora, cache.num_host_blocks, graphs])
-        )
+        num_slots = cache.states.num_slots if cache.states is not None else 0
+        sizes = [cache.num_blocks, cache.block_size, cache.dtype, num_slots]
+        self._announce(Message("allocate", [*sizes, lora, cache.num_host_blocks, graphs]))
 
     def as_target(self, model: LanguageModel) -> LanguageModel:
         """The whole target, as drafters see it."""
@@ -203,7 +206,7 @@ class ParallelExecutor:
     def forward(self, rows: SequenceRows, handles: Handles, aux_layers: Sequence[int]) -> DecoderOutput:
         """See `Executor`."""
         assert rows.overshoot is None, "steps do not overlap"
-        batch = build_batch(rows, self._model, self._kv, self._prepare(handles))
+        batch = build_batch(rows, self._model, self._kv, self._prepare(handles), self._states)
         token_ids = batch.input_ids.tolist() if rows.device_tokens else rows.token_ids
         lengths, array = encode_rows(rows, token_ids)
         with self._together(Message("forward", [lengths, _plain(handles), list(aux_layers)], [array])):
@@ -254,6 +257,7 @@ class ParallelExecutor:
 
     def release_memory(self) -> None:
         """See `Executor`."""
+        release_states(self._states)
         self._announce(Message("release"))
 
     # --- life ---------------------------------------------------------------------------------------------------------

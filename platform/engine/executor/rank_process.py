@@ -28,6 +28,7 @@ from ....models.checkpoint.loader import ModelOptions, load_model
 from ....models.model import LanguageModel
 from ....models.pass_graphs import PassGraphs
 from ....models.pass_grid import PassLimits
+from ....models.states.memory import LayerStates, allocate_states, release_states
 from ....spec_decode.drafters.base import no_adapters
 from ...core.batch import Move
 from ...core.errors import OutriderError
@@ -92,6 +93,7 @@ class Rank:
         self._model = model
         self._ranks = ranks
         self._kv: list[LayerKV] = []
+        self._states: list[LayerStates] = []
         self._host: HostStore | None = None
         self._adapters: AdapterRows | None = None
         self._executor: LocalExecutor | None = None
@@ -136,6 +138,7 @@ class Rank:
             assert verb == "release", verb
             for part in (part for layer in self._kv for part in layer):
                 release_pages(part)
+            release_states(self._states)
             if self._host is not None:
                 self._host.release_memory()
 
@@ -149,6 +152,7 @@ class Rank:
         num_blocks: int,
         block_size: int,
         kv_cache_dtype: str,
+        num_states: int,
         lora: list[int] | None,
         host: int,
         graphs: list[Any] | None,
@@ -162,6 +166,7 @@ class Rank:
             # As rank 0 does, whose cache is as large.
             logits = self._graphs.token_logits(model.config.vocab_size, device)
         self._kv = allocate_kv(model.kv_layers, num_blocks, block_size, dtype, device, kv_cache_dtype)
+        self._states = allocate_states(model.state_layers, num_states, dtype, device)
         self._host = HostStore(self._kv, host) if host else None
         prepare: AdapterPreparer = no_adapters
         prepare_head: AdapterPreparer = no_adapters
@@ -173,7 +178,7 @@ class Rank:
         passes, preparers = None, (prepare, prepare_head)
         if self._graphs is not None:
             passes = TargetPasses(self._graphs, model, self._kv, preparers, aux_layers, logits)
-        self._executor = LocalExecutor(model, self._kv, preparers, passes)
+        self._executor = LocalExecutor(model, self._kv, preparers, passes, self._states)
 
 
 def _handles(handles: list[list[Any]]) -> list[tuple[AdapterHandle | None, int]]:

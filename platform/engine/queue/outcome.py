@@ -25,7 +25,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         request.pooled = got.pooled if request.pooled is None else request.pooled + got.pooled
         if row.end >= request.num_prompt_tokens:
             return _pooled(request)
-    request.drafts = NO_DRAFTS
+    drafter, request.drafts = request.drafts.drafter, NO_DRAFTS
     # Later positions held rejected drafts.
     request.num_draft_computed = min(request.num_draft_computed, len(request.tokens) + got.num_accepted)
     if not got.token_ids:
@@ -43,7 +43,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         delta.num_draft_tokens, delta.num_accepted = row.num_drafts, min(got.num_accepted, kept)
     if request.speculation_totals is not None and not row.is_forced:
         for counts in (request.speculation, request.speculation_totals):
-            counts.count(row.num_drafts, delta.num_accepted)
+            counts.count(row.num_drafts, delta.num_accepted, drafter)
     if got.logprobs is not None:
         delta.logprobs = got.logprobs[:kept]
     if first:

@@ -120,7 +120,7 @@ class Statistics:
         for (adapter, tenant), rate in rates.items():
             tenants[tenant] += rate
             by_adapter[label_text(adapter)] += rate
-        adapters = self._adapters(stats, by_adapter)
+        adapters, total = self._adapters(stats, by_adapter), self._acceptance.total()
         levels = Counts(info.level for info in stats.adapters)
         return Stats(
             time=time.time(),
@@ -146,7 +146,8 @@ class Statistics:
                 in_host_memory=levels["host"],
                 load_failures=counters.lora_load_failures,
             ),
-            speculation=_acceptance(self._acceptance.total()),
+            speculation=_acceptance(total),
+            tokens_by_drafter={name: tokens for name, (_, tokens) in total.by_drafter(stats.drafters).items()},
             adapters=adapters[:MAX_ADAPTERS],
             adapters_left_out=max(0, len(adapters) - MAX_ADAPTERS),
             tenants=[TenantFacts(tenant=t, output_tokens_per_second=rate) for t, rate in sorted(tenants.items())],

@@ -140,6 +140,8 @@ class Stats(BaseModel):
     kv_cache: CacheFacts
     lora: LoraFacts
     speculation: Acceptance | None
+    tokens_by_drafter: dict[str, int]
+    """Tokens of sampling steps by the drafter whose drafts they verified; "off": of steps without drafts."""
     adapters: list[AdapterFacts]
     """The busiest ones; the base model first."""
     adapters_left_out: int

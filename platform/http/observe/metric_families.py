@@ -142,7 +142,7 @@ def engine_families(
     """Families of the engine's counts: it is another process, so a scrape reads the latest snapshot of them."""
     yield from _counters(engine_restarts=("Times that the engine has been started again.", restarts))
     yield from _scheduler_families(stats, counters)
-    yield from _speculation_families(counters.speculation)
+    yield from _speculation_families(counters.speculation, stats.drafters)
     yield from _lora_families(stats, counters, max_loras)
     yield from _adapter_families(stats.adapters, adapter_label)
 
@@ -166,7 +166,7 @@ def _scheduler_families(stats: EngineStats, counters: EngineCounters) -> Iterato
     )
 
 
-def _speculation_families(counts: Mapping[Labels, SpeculationCounts]) -> Iterator[Metric]:
+def _speculation_families(counts: Mapping[Labels, SpeculationCounts], drafters: Sequence[str]) -> Iterator[Metric]:
     labels: Labels = ("adapter", "tenant")
     drafts = {key: c.num_drafts for key, c in counts.items()}
     drafted = {key: c.num_draft_tokens for key, c in counts.items()}
@@ -181,6 +181,13 @@ def _speculation_families(counts: Mapping[Labels, SpeculationCounts]) -> Iterato
         (*labels, "position"),
         per_pos,
     )
+    chosen = {(*key, name): made for key, c in counts.items() for name, made in c.by_drafter(drafters).items()}
+    steps, tokens = ({key: made[part] for key, made in chosen.items()} for part in (0, 1))
+    text = "Sampling steps, by the drafter whose drafts they verified; off: without drafts."
+    yield _counter("spec_decode_steps", text, (*labels, "drafter"), steps)
+    yield _counter("spec_decode_tokens", "Tokens that those steps generated.", (*labels, "drafter"), tokens)
+    recent = {key: c.recent_drafts for key, c in counts.items()}
+    yield _gauge("spec_decode_recent_drafts", "Mean drafts of about the last 64 sampling steps.", labels, recent)
 
 
 def _lora_families(stats: EngineStats, counters: EngineCounters, max_loras: int) -> Iterator[Metric]:

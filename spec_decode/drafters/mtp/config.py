@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....models.batch import KVLayerSpec, kv_dtype
-from ....models.checkpoint.gguf_file import is_gguf
+from ....models.checkpoint.gguf_file import is_gguf, read_gguf_head
 from ....models.checkpoint.json_files import read_model_config
 from ....models.config import DTYPES, DecoderConfig
+from ....models.decoder import Decoder
 from ....models.families import FAMILIES, traits_of
 from ....models.families.multimodal import OUTER, language_name
 from ....models.families.prediction import PredictionHead
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig:
-    """A head of one layer."""
+    """A head."""
 
     layer: DecoderConfig
-    """The family's decoder with one layer, which has attention."""
+    """The family's decoder with the head's layers alone, of which the first has attention."""
     num_target_layers: int
     form: PredictionHead
     aux_layers: tuple[int, ...] = ()
@@ -58,10 +59,13 @@ def read_mtp_config(path: Path, dtype: torch.dtype, target: ModelConfig | None =
     """
     config = read_config(read_model_config(path), dtype)
     traits = traits_of(config.architecture) if isinstance(config, DecoderConfig) else None
-    if not isinstance(config, DecoderConfig) or traits is None or traits.prediction is None or is_gguf(path):
+    if not isinstance(config, DecoderConfig) or traits is None or traits.prediction is None:
         served = ", ".join(name for name, known in FAMILIES.items() if known.prediction is not None)
-        what = "a GGUF file" if is_gguf(path) else config.architecture
-        raise refuse(f"method mtp: heads for multi-token prediction are not read from {what}; served are {served}")
+        raise refuse(
+            f"method mtp: heads for multi-token prediction are not read from {config.architecture}; served are {served}"
+        )
+    if is_gguf(path) and traits.prediction.second_layer is not None:
+        raise refuse(f"method mtp: heads of {config.architecture} are not read from GGUF files")
     if target is not None:
         for field in ("hidden_size", "vocab_size"):
             own, wanted = getattr(config, field), getattr(target, field)
@@ -69,13 +73,20 @@ def read_mtp_config(path: Path, dtype: torch.dtype, target: ModelConfig | None =
                 raise refuse(f"{field} of {path} is {own}, the target's {wanted}")
     if config.hidden_size % 2:
         raise refuse(f"hidden_size {config.hidden_size} of {path} is odd")
-    experts = config.experts
+    form, experts = traits.prediction, config.experts
+    count = max(1, len(form.mixers))
     if experts is not None:
-        experts = dataclasses.replace(experts, layers=frozenset({0}) if experts.layers else frozenset())
+        experts = dataclasses.replace(experts, layers=frozenset({count - 1}) if experts.layers else frozenset())
     layer = dataclasses.replace(
-        config, num_layers=1, windows=config.windows[-1:], layer_ropes=(), states=None, experts=experts
+        config,
+        num_layers=count,
+        windows=config.windows[-1:] * count,
+        layer_ropes=(),
+        states=None,
+        mixers=form.mixers,
+        experts=experts,
     )
-    return MtpConfig(layer=layer, num_target_layers=config.num_layers, form=traits.prediction)
+    return MtpConfig(layer=layer, num_target_layers=config.num_layers, form=form)
 
 
 def mtp_kv_bytes_per_token(path: Path, dtype_name: str, kv_cache_dtype: str = "auto") -> int:
@@ -97,6 +108,8 @@ def head_tensors(path: Path, config: MtpConfig) -> dict[str, StoredTensor]:
         InvalidRequestError: the checkpoint has none; the message names a tensor that is missing.
         NotFoundError: there are no weights.
     """
+    if is_gguf(path):
+        return _gguf_head(path, config)
     stored = read_tensors(path)
     if OUTER in read_model_config(path):
         stored = {language_name(name) or name: tensor for name, tensor in stored.items()}
@@ -119,10 +132,23 @@ def head_tensors(path: Path, config: MtpConfig) -> dict[str, StoredTensor]:
     return found
 
 
+def _gguf_head(path: Path, config: MtpConfig) -> dict[str, StoredTensor]:
+    layer, index = config.layer, config.num_target_layers
+    forms = [layer] if layer.experts is None else [layer, with_tensors(config, ()).layer]
+    names = {name for form in forms for name in Decoder(form, "meta").layers[0].weight_slots()}
+    found = read_gguf_head(path, names, layer, index)
+    if not found:
+        raise refuse(
+            f"method mtp needs a head for multi-token prediction, and {path} has none: a tensor of blk.{index}.nextn "
+            "is missing"
+        )
+    return found
+
+
 def with_tensors(config: MtpConfig, names: Collection[str]) -> MtpConfig:
     """`config` with experts if the `names` of the head's tensors show some."""
     if config.layer.experts is None:
         return config
-    layers = frozenset({0} if any(".experts." in name for name in names) else ())
+    layers = config.layer.experts.layers if any(".experts." in name for name in names) else frozenset()
     experts = dataclasses.replace(config.layer.experts, layers=layers)
     return dataclasses.replace(config, layer=dataclasses.replace(config.layer, experts=experts))

@@ -21,7 +21,7 @@ from .config import MtpConfig
 
 
 class MtpHead:
-    """A layer of the target's family, built without weights: fill every slot of `weight_slots`, then run it.
+    """Layers of the target's family, built without weights: fill every slot of `weight_slots`, then run it.
 
     Token embeddings and output head are the target's.
     """
@@ -38,7 +38,7 @@ class MtpHead:
         self.rope = ShiftedRope(layer.ropes, layer.head_dim, dtype=layer.dtype, device=self.device)
         common: Any = {"dtype": layer.dtype, "device": self.device}
         self._fc = Linear("fc", [("fc", layer.hidden_size)], 2 * layer.hidden_size, **common)
-        self._layer = layer_class(layer, 0)(layer, 0, self.attention, self.device)
+        self._layers = [layer_class(layer, i)(layer, i, self.attention, self.device) for i in range(layer.num_layers)]
         self._token_norm, self._hidden_norm, self._final_norm = self._norms = [
             RMSNorm([f"{name}.weight"], layer.hidden_size, layer.rms_norm_eps, offset=layer.norm_offset, **common)
             for name in ("token_norm", "hidden_norm", "norm")
@@ -51,29 +51,33 @@ class MtpHead:
 
     def linears(self) -> list[Linear]:
         """In the order of the computation."""
-        return [self._fc, *self._layer.linears()]
+        return [self._fc, *(linear for layer in self._layers for linear in layer.linears())]
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that the head needs, by its canonical name."""
-        slots = self._fc.weight_slots() | self._layer.weight_slots()
+        slots = self._fc.weight_slots()
+        for layer in self._layers:
+            slots |= layer.weight_slots()
         for norm in self._norms:
             slots |= norm.weight_slots()
         return slots
 
     def renamed_slots(self) -> dict[str, RenamedSlot]:
         """Slots of tensors that some checkpoints have instead of others."""
-        return self._layer.mlp.renamed_slots()
+        return {name: slot for layer in self._layers for name, slot in layer.mlp.renamed_slots().items()}
 
     def fuse(self, states: Sequence[Tensor], adapters: Any) -> Tensor:
         """The stored hidden states [T, H]: the target's after its final norm."""
         return states[0]
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, last: LastRows | None) -> Tensor:
-        """Compute a batch; see `EagleHead.forward`. The layer computes all T tokens."""
+        """Compute a batch; see `EagleHead.forward`. The layers compute all T tokens."""
         parts = [self._token_norm(self._target.embedding.lookup(batch.input_ids)), self._hidden_norm(hidden)]
         if self.config.form.hidden_first:
             parts.reverse()
-        x = self._layer.forward(self._fc.forward(torch.cat(parts, dim=-1), batch), batch, batch.kv[0])
+        x = self._fc.forward(torch.cat(parts, dim=-1), batch)
+        for layer in self._layers:
+            x = layer.forward(x, batch, batch.kv[0])
         if last is not None:
             (x,) = last.rows.last_of(x)
         return self._final_norm(x) if self.config.form.norm_output else x

@@ -38,7 +38,7 @@ def fake_engines(names, log):
 def test_every_mode_runs_a_batch_before_the_next_batch_begins():
     log = []
     plan = Plan(batch_sizes=(2,), rounds=3, max_tokens=2)
-    rows = measure(fake_engines(["control", "ngram"], log), [Task("base", [[1], [2], [3], [4], [5]])], plan)
+    rows = measure(fake_engines(["control", "ngram"], log), [Task("base", [[1], [2], [3], [4], [5]])], plan).rows
     batches = [log[at : at + 3] for at in range(0, len(log), 3)]
     assert [batch[0][1] for batch in batches] == [[0, 1], [2, 3], [4]] * 4, "the round before the first is no part"
     for batch in batches:
@@ -69,6 +69,24 @@ def test_no_run_shares_its_cache_with_another():
     (off,) = make_modes([], {}, 2)
     measure([ModeEngine(off, Core("off", []))], [task], Plan(batch_sizes=(1, 2), rounds=2, max_tokens=2))
     assert len(set(salts)) == 2 * 3 * 2, "batch sizes, rounds with the warm-up, kinds"
+
+
+def test_a_measurement_that_is_stopped_keeps_its_whole_rounds():
+    """12 runs a task: 2 modes, 1 batch, 6 rounds with the warm-up. It stops within the fourth counted round."""
+    log, tasks = [], [Task("base", [[1]]), Task("more", [[2]])]
+    plan = Plan(batch_sizes=(1,), rounds=5, max_tokens=2)
+    measured = measure(fake_engines(["ngram"], log), tasks, plan, stops=lambda: len(log) == 12 + 9)
+    assert len(log) == 21, "the run in progress was completed, and no other started"
+    assert [(row["task"], row["mode"], row["same_text_as_off"]["of"]) for row in measured.rows] == [
+        ("base", "off", 5),
+        ("base", "ngram", 5),
+        ("more", "off", 3),
+        ("more", "ngram", 3),
+    ]
+    assert measured.cut == ("CUT: stopped after 1 of 2 pairs of batch size and task, and 3 of 5 rounds of the next")
+    early = measure(fake_engines(["ngram"], []), tasks, plan, stops=lambda: True)
+    assert (early.rows, early.cut) == ([], "CUT: stopped after 0 of 2 pairs of batch size and task")
+    assert measure(fake_engines(["ngram"], []), tasks, plan).cut == ""
 
 
 def test_a_round_of_several_batches_is_their_sum():

@@ -56,7 +56,7 @@ def test_a_mode_may_name_its_number_of_drafts():
 
 def test_what_is_available_depends_on_the_weights():
     assert available_modes({}) == ["off", "ngram", "suffix", "adaptive"]
-    assert set(available_modes(dict.fromkeys(MODES, "x"))) == {*MODES} - {"control"}
+    assert set(available_modes(dict.fromkeys(MODES, "x"))) == {*MODES} - {"control", "oracle"}
 
 
 def test_the_control_is_another_engine_like_off():
@@ -97,7 +97,7 @@ QUICK = "bench speculation --batch-sizes 1,3 --rounds 1 --max-tokens 12 --dtype 
 def demo_result(tmp_path_factory):
     """The demo in three modes, with everything that is written."""
     folder = tmp_path_factory.mktemp("bench")
-    more = f"--modes off,ngram,draft_model --tasks base,json --random-text --plot {folder}/a.png"
+    more = f"--modes off,ngram,draft_model,oracle --tasks base,json --random-text --plot {folder}/a.png"
     assert main([*QUICK, *more.split(), "--output-json", str(folder / "a.json")]) == 0
     return json.loads((folder / "a.json").read_text()), folder / "a.png"
 
@@ -106,7 +106,7 @@ def test_every_combination_has_a_row(demo_result):
     report, _ = demo_result
     found = {(row["batch_size"], row["task"], row["kind"], row["mode"]) for row in report["rows"]}
     expected = {("base", "base model"), ("json", "without draft weights"), ("random text", "random")}
-    modes = ("off", "ngram", "draft_model")
+    modes = ("off", "ngram", "draft_model", "oracle")
     want = {(batch, *pair, mode) for batch in (1, 3) for pair in expected for mode in modes}
     want |= {(batch, "json", "with draft weights", "draft_model") for batch in (1, 3)}
     assert found == want
@@ -119,6 +119,16 @@ def test_every_combination_has_a_row(demo_result):
 def test_the_text_is_offs_in_float32(demo_result):
     for row in demo_result[0]["rows"]:
         assert row["same_text_as_off"]["same"] == row["same_text_as_off"]["of"] > 0, row["mode"]
+
+
+def test_the_oracle_is_always_right(demo_result):
+    """Its steps end only with their number of drafts or with the answer, so no drafter needs fewer."""
+    for row in demo_result[0]["rows"]:
+        same = [r for r in demo_result[0]["rows"] if (r["task"], r["batch_size"]) == (row["task"], row["batch_size"])]
+        oracle = next(r for r in same if r["mode"] == "oracle")
+        assert row["of_oracle"] == pytest.approx(row["speedup"] / oracle["speedup"], rel=1e-3)
+        assert row["tokens_per_step"] is None or row["tokens_per_step"] <= oracle["tokens_per_step"]
+    assert all(row["acceptance_per_position"][0] == 1.0 for row in demo_result[0]["rows"] if row["mode"] == "oracle")
 
 
 def test_figures_hang_together(demo_result):

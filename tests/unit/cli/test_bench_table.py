@@ -10,7 +10,7 @@ from outrider.platform.cli.bench.speculation.tasks import WITH_DRAFT
 from outrider.platform.core.messages import SpeculationCounts
 
 OFF = Mode("off", "off", {"method": "off"})
-EAGLE3 = Mode("eagle3", "eagle3", {"method": "eagle3", "num_speculative_tokens": 4})
+EAGLE3 = Mode("eagle3", "eagle3", {"method": "eagle3", "model": "head", "num_speculative_tokens": 4})
 
 
 def cell(mode: Mode, seconds: float, arrivals: list[float], counts=None) -> Cell:
@@ -68,6 +68,7 @@ def test_the_table_shows_what_its_rows_say(rows):
         "TTFT ms": "100.0",
         "TPOT ms": "50.00",
         "p99 ITL": "200.0",
+        "a step": "2.20",
         "length": "2.50",
         "rate": "0.38",
         "by position": "0.75 0.50 0.25 0.00",

@@ -171,18 +171,11 @@ def test_the_bounds_of_prompt_lookup_go_with_the_fallback_of_adaptive_drafters()
     assert parse_speculative(said).prompt_lookup_min == 3
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
 @pytest.mark.parametrize("machine", [CPU, GPU])
-def test_batch_invariance_is_an_option_of_both_devices(machine):
+def test_batch_invariance_is_an_option_of_both_devices(machine, cache):
     """Models without such kernels on a GPU are refused when they are built."""
-    assert resolve(EngineArgs(batch_invariant=True), FACTS, machine).batch_invariant
-
-
-def test_a_gpus_batch_invariant_attention_has_no_fp8_cache():
-    args = EngineArgs(batch_invariant=True, kv_cache_dtype="fp8")
-    with pytest.raises(InvalidRequestError, match="batch_invariant") as caught:
-        resolve(args, FACTS, GPU)
-    assert caught.value.param == "kv_cache_dtype"
-    assert resolve(args, FACTS, CPU).batch_invariant
+    assert resolve(EngineArgs(batch_invariant=True, kv_cache_dtype=cache), FACTS, machine).batch_invariant
 
 
 def test_speculative_defaults():

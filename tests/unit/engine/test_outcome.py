@@ -21,8 +21,32 @@ def test_drafts_after_the_end_of_the_text_count_as_rejected_everywhere():
     row = RowPlan(request, start=1, num_tokens=4, num_drafts=3, samples=True, max_new_drafts=3)
     delta = accept(row, RowResult([6, 7, 8, 9], num_accepted=3), max_model_len=100)
     assert (delta.token_ids, delta.finish_reason, delta.stop_reason) == ([6, 7], "stop", 7)
-    assert delta.speculation == request.speculation == SpeculationCounts(1, 3, 2, [1, 1, 0], [0, 0, 0, 1])
-    assert totals == SpeculationCounts(2, 6, 3, [2, 1, 0], [0, 0, 0, 2])
+    assert delta.speculation == request.speculation == SpeculationCounts(1, 3, 2, [1, 1, 0], [0, 0, 0, 1], [1], [2])
+    assert totals == SpeculationCounts(2, 6, 3, [2, 1, 0], [0, 0, 0, 2], [1], [2])
+
+
+def test_steps_are_counted_by_the_drafter_of_their_drafts():
+    totals = SpeculationCounts()
+    request = Request("r", [1, 2], 2, SamplingParams(), seed_key=0, speculation_totals=totals)
+    steps = [([], [3], 0, 0), ([4, 5], [4, 9], 1, 0), ([4, 5], [4, 5, 9], 2, 1), ([6], [7], 0, 1)]
+    for drafts, got, accepted, drafter in steps:
+        request.drafts = Drafts(drafts, drafter=drafter)
+        row = RowPlan(request, len(request.tokens) - 1, 1 + len(drafts), len(drafts), samples=True, max_new_drafts=3)
+        accept(row, RowResult(got, accepted), max_model_len=100)
+    assert (totals.steps_by_k, totals.drafts_by_drafter, totals.accepted_by_drafter) == ([1, 1, 2], [1, 2], [1, 2])
+    assert sum(totals.drafts_by_drafter) == totals.num_drafts
+    assert sum(totals.accepted_by_drafter) == totals.num_accepted_tokens
+    more = SpeculationCounts()
+    for _ in range(2):
+        more.add(totals)
+    assert (more.drafts_by_drafter, more.accepted_by_drafter) == ([2, 4], [2, 4])
+
+
+def test_recent_drafts_follow_the_last_steps():
+    counts = SpeculationCounts()
+    for drafted in (*[4] * 400, *[0] * 64):
+        counts.count(drafted, 0)
+    assert counts.recent_drafts == pytest.approx(4 / 2.718, rel=0.02)
 
 
 def step(request: Request, drafts: list[int], got: list[int], num_accepted: int) -> TokenDelta:
@@ -83,7 +107,7 @@ def test_steps_are_counted_by_their_drafts():
     for drafts, got, num_accepted in (([], [3], 0), ([4, 5], [4, 9], 1), ([6], [8], 0), ([6], [6, 7], 1), ([], [3], 0)):
         delta = step(request, drafts, got, num_accepted)
         assert delta.speculation is request.speculation  # after every step: the client may end it at any
-    expected = SpeculationCounts(3, 4, 2, [2, 0], [2, 2, 1])
+    expected = SpeculationCounts(3, 4, 2, [2, 0], [2, 2, 1], [3], [2])
     assert request.speculation == request.speculation_totals == expected
 
 

@@ -1,5 +1,6 @@
 """Configs and tensors as families publish them, which differ from what transformers writes."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,37 @@ def test_published_configs() -> None:
     assert config_of("MinistralForCausalLM", sliding_window=7).windows == (7,) * 4
 
 
+PUBLISHED = {"head_dim": 10, "num_heads": 4, "short_conv_kernel_size": 4}
+
+
+def test_kimi_linear_as_it_is_published(save_tiny: Callable, driver: Callable) -> None:
+    """Sizes and lists of layers in an object of their own, and the dense layer's MLP by its usual name."""
+    folder, reference = save_tiny("KimiLinear", **FAMILIES["kimi-linear"].config)
+    config = json.loads((folder / "config.json").read_text())
+    for key in [key for key in config if key.startswith("linear_")] + ["layer_types", "mlp_layer_types"]:
+        del config[key]
+    config |= {
+        **{"linear_attn_config": {**PUBLISHED, "kda_layers": [1, 2, 4], "full_attn_layers": [3]}, "rope_theta": 1e4},
+        **{"rope_scaling": None, "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
+        **{"first_k_dense_replace": 1, "use_grouped_topk": True, "num_nextn_predict_layers": 0, "head_dim": 72},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    file, dense = folder / "model.safetensors", "model.layers.0.block_sparse_moe."
+    tensors = {name.replace(dense, "model.layers.0.mlp."): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    with torch.no_grad():
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    ours = driver(load_model(folder)).forward_once({0: TOKENS})[0]
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+def test_kimi_linear_without_groups_of_experts() -> None:
+    sizes = {"num_hidden_layers": 5, "num_expert_group": 8, "topk_group": 4}
+    assert config_of("KimiLinearForCausalLM", **sizes).experts.num_groups == 8
+    plain = config_of("KimiLinearForCausalLM", use_grouped_topk=False, **sizes)
+    assert (plain.experts.num_groups, plain.experts.top_groups) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("architecture", "field", "value"),
     [
@@ -78,6 +110,10 @@ def test_published_configs() -> None:
         ("MiniMaxM2ForCausalLM", "use_qk_norm", False),
         ("Glm4MoeLiteForCausalLM", "mlp_layer_types", ["dense", "sparse"]),
         ("Glm4MoeLiteForCausalLM", "mlp_layer_types", ["thick"] * 4),
+        ("KimiLinearForCausalLM", "mla_use_nope", False),
+        ("KimiLinearForCausalLM", "moe_router_activation_func", "softmax"),
+        ("KimiLinearForCausalLM", "linear_attn_config", {"kda_layers": [1, 2, 3], "full_attn_layers": [3]}),
+        ("KimiLinearForCausalLM", "linear_attn_config", []),
     ],
 )
 def test_what_is_not_served_is_named(architecture: str, field: str, value: object) -> None:

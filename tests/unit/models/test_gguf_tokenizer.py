@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.models.checkpoint.tokenizer import load_tokenizer
+from outrider.platform.core.errors import InvalidRequestError
 
 BYTES = sorted(bytes_to_unicode().values())
 WORDS = ["he", "ll", "hell", "hello", "12", "123", "45", "Ġ1", "Ġ12", "Ġ123"]
@@ -69,7 +70,8 @@ def test_a_file_says_that_nothing_begins_a_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pre", "pattern"), [("glm4", LLAMA3), ("chatglm-bpe", LLAMA3), ("stablelm2", QWEN2), ("qwen2", QWEN2)]
+    ("pre", "pattern"),
+    [("glm4", LLAMA3), ("chatglm-bpe", LLAMA3), ("stablelm2", QWEN2), ("qwen2", QWEN2), ("qwen35", QWEN2)],
 )
 def test_splits_of_other_families(pre: str, pattern: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", pre))
@@ -108,3 +110,23 @@ def test_an_unknown_split_is_gpt_2s_with_a_warning(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         assert load_tokenizer(write(tmp_path / "m.gguf", "gpt-2")).tokenize(TEXT) == found
     assert caplog.records == []
+
+
+def test_marks_belong_to_words_of_qwen_3_5(tmp_path: Path) -> None:
+    """Qwen2 splits them off: a word of Devanagari is one piece in Qwen3.5 alone."""
+    word = "\u0915\u0940\u0915"
+    for pre, count in (("qwen35", 1), ("qwen2", 2)):
+        splitter = load_tokenizer(write(tmp_path / "m.gguf", pre, "qwen35")).backend_tokenizer.pre_tokenizer
+        assert len(splitter.pre_tokenize_str(word)) == count
+
+
+def test_the_tokenizer_of_gemma_4_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(TOKENS)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(InvalidRequestError, match=r"its tokenizer, gemma4, is not read.*--tokenizer") as caught:
+        load_tokenizer(tmp_path / "m.gguf")
+    assert caught.value.param == "tokenizer"

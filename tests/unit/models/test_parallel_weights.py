@@ -14,15 +14,16 @@ from torch import Tensor
 
 from outrider.kernels.quantized_linear import QuantizedWeight
 from outrider.lora.device.dora import head_weight, slice_weight, table_weight
-from outrider.models.checkpoint.loader import ModelOptions, load_model
+from outrider.models.checkpoint.loader import ModelOptions, load_model, read_facts
 from outrider.models.model import LanguageModel
 from outrider.models.parallel import Ranks
 from outrider.models.quantization.rounding import ROUNDINGS, round_int4
+from outrider.platform.core.errors import InvalidRequestError
 
 from ...gguf_files import write_gguf
 from ...quantized_files import CASES, write_quantized
 from ...thread_ranks import logits, on_ranks
-from ...tiny_families import FAMILIES, SIZES
+from ...tiny_families import FAMILIES, SIZES, VARIANTS
 
 # Rounding of W8A8's inputs, which each rank does with the largest input of its own part.
 ROUNDED = 0.1
@@ -84,6 +85,53 @@ def test_newer_families_are_divided(name: str, quantization: str | None, tmp_pat
     whole = logits(load(None))
     for found in on_ranks(2, lambda ranks: logits(load(ranks))):
         torch.testing.assert_close(found, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
+STATES = [
+    *("lfm2", "lfm2-moe", "qwen3.5", "qwen3-next", "qwen3.5-moe", "olmo-hybrid", "kimi-linear", "mamba2", "bamba"),
+    *("falcon-h1", "falcon-h1-norm", "granite4", "nemotron-h"),
+]
+GROUPS = {
+    **{"mamba2": {"n_groups": 2}, "nemotron-h": {"n_groups": 2}},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 12},
+    "falcon-h1-norm": {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 1},
+}
+"""Groups of Mamba-2 that ranks divide, or share."""
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_recurrent_layers_are_divided(name: str, save_tiny: Callable) -> None:
+    """Heads, or channels, and their states; where four ranks share two groups, or one, they normalise together."""
+    family = {**FAMILIES, **VARIANTS}[name]
+    folder, _ = save_tiny(family.prefix, **{**family.config, **GROUPS.get(name, {})})
+    check(folder)
+    check(folder, 4 if name in ("bamba", "falcon-h1-norm", "lfm2", "kimi-linear") else 2, "int8")
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4", "gemma4-experts"])
+def test_layers_of_several_shapes_are_divided(name: str, quantization: str | None, save_tiny: Callable) -> None:
+    """Cut gates have the mean and the deviation of all ranks' elements."""
+    folder, _ = save_tiny(FAMILIES[name].prefix, **FAMILIES[name].config)
+    check(folder, 2, quantization)
+    check(folder, 4, quantization)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "word"),
+    [
+        ("qwen3.5", 4, "linear_num_key_heads 2"),
+        ("mamba2", 2, "groups of Mamba-2 3"),
+        ("bamba", 4, "heads of Mamba-2 6"),
+    ],
+)
+def test_recurrent_layers_that_cannot_be_divided_are_named(
+    name: str, size: int, word: str, save_tiny: Callable
+) -> None:
+    folder, _ = save_tiny(FAMILIES[name].prefix, **FAMILIES[name].config)
+    with pytest.raises(InvalidRequestError, match=word) as caught:
+        read_facts(folder, num_ranks=size)
+    assert caught.value.param == "tensor_parallel_size"
 
 
 @pytest.mark.slow
@@ -152,13 +200,15 @@ def whole_weights(model: LanguageModel) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: base.measure(torch.ones(1, size)) for name, (base, size) in bases.items()}
 
 
-@pytest.mark.parametrize("kind", ["transposed", "int8", "latents", "awq", "gguf"])
+@pytest.mark.parametrize("kind", ["transposed", "int8", "latents", "states", "awq", "gguf"])
 def test_adapters_see_whole_weights(kind: str, save_tiny: Callable, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
     folder, _ = save_tiny("GPT2" if kind == "transposed" else "Llama", **sizes)
     options = ModelOptions("native", "int8" if kind in ("int8", "latents") else None)
     if kind == "latents":  # `kv_b_proj` is not rounded
         folder, _ = save_tiny(FAMILIES["deepseek2"].prefix, **FAMILIES["deepseek2"].config)
+    elif kind == "states":  # a projection has the rows of several heads of a rank in three places
+        folder, _ = save_tiny(FAMILIES["qwen3.5"].prefix, **FAMILIES["qwen3.5"].config)
     elif kind == "awq":
         write_quantized(save_tiny("Llama", **CASES[kind].sizes)[0], tmp_path, CASES[kind])
         folder = tmp_path

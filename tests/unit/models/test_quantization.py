@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -210,6 +211,22 @@ def test_float8_inputs_as_the_config_says(
     if expected:
         parts["input_scale"] = torch.zeros(())
         assert read().float8_scale == 0.0, "a scale for each token"
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(None, math.inf), (1200.0, 1200.0), (7, 7.0)])
+def test_the_bound_of_float8_inputs(bound: float | None, expected: float) -> None:
+    form = read_format({"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": bound}})
+    parts = {"weight": torch.ones(2, 4).to(torch.float8_e4m3fn), "weight_scale": torch.ones(2, 1)}
+    parts["input_scale_ub"] = torch.tensor([3.0])  # some files repeat the number, which is the config's
+    stored = {f"fc.{name}": StoredTensor(tuple(part.shape), part.clone) for name, part in parts.items()}
+    weight: Any = unpack(stored, form, lambda name: True, "model")["fc.weight"].read()
+    assert (weight.float8_scale, weight.float8_bound) == (0.0, expected)
+
+
+@pytest.mark.parametrize("bound", [0, -1.0, True, "1200", math.inf, math.nan, [1.0]])
+def test_a_bound_that_is_none_is_refused(bound: object) -> None:
+    with pytest.raises(UnsupportedModelError, match="activation_scale_ub"):
+        read_format({"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": bound}})
 
 
 def test_facts_name_the_format(make: Callable) -> None:

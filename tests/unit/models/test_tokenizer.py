@@ -128,6 +128,17 @@ def test_lone_tiktoken_file(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode(TEXT, add_special_tokens=False) != ids, "the file has changed"
 
 
+def test_a_tokenizer_with_code_of_its_own_is_warned_of(tmp_path: Path, caplog) -> None:
+    """Kimi's checkpoints: the code is not run."""
+    write_tiktoken(tmp_path / "tiktoken.model")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_linear"}))
+    code = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": code}))
+    (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit")
+    assert load_tokenizer(tmp_path).encode("hello", add_special_tokens=False) == [259]
+    assert "brings code for its tokenizer" in caplog.text
+
+
 @pytest.fixture
 def tekken(tmp_path: Path) -> Path:
     """A folder with Mistral's own file alone."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import InvalidRequestError
-from ....core.speculative_config import IN_TARGET_METHODS, METHODS, MODEL_METHODS
+from ....core.speculative_config import IN_TARGET_METHODS, METHODS, MODEL_METHODS, parse_speculative
 
-OFF, CONTROL, ADAPTIVE = "off", "control", "adaptive"
+OFF, CONTROL, ADAPTIVE, ORACLE = "off", "control", "adaptive", "oracle"
 MODES = (OFF, CONTROL, *METHODS, ADAPTIVE)
 _METHODS_OF_ADAPTIVE = ("eagle3", *MODEL_METHODS)
 """Drafters of the mode "adaptive", the preferred ones first; n-grams when there are weights for none."""
@@ -26,6 +26,12 @@ class Mode:
     config: dict[str, Any]
     """The `speculative_config`."""
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Methods of its drafters."""
+        config = parse_speculative(self.config)
+        return () if config is None else config.drafters
+
 
 def is_adaptive(mode: str) -> bool:
     """True when a mode of that name chooses the number of drafts for each step."""
@@ -33,8 +39,9 @@ def is_adaptive(mode: str) -> bool:
 
 
 def available_modes(models: Mapping[str, str]) -> list[str]:
-    """The modes that need no weights, and those whose weights are in `models` (method -> path); not the control."""
-    return [name for name in MODES if name != CONTROL and (name not in MODEL_METHODS or name in models)]
+    """The modes that need no weights, and those whose weights are in `models` (method -> path); not the control, and
+    not the oracle."""
+    return [name for name in MODES if name not in (CONTROL, ORACLE) and (name not in MODEL_METHODS or name in models)]
 
 
 def make_modes(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -16,7 +18,7 @@ from ....core.sampling_params import SamplingParams
 from ....engine.engine_core import EngineCore
 from ..engine_runs import Run
 from ..request_figures import Round
-from .modes import OFF, Mode
+from .modes import OFF, ORACLE, Mode
 from .speculation_figures import Cell, figures
 from .tasks import PLAIN, RANDOM_TEXT, WITH_DRAFT, WITHOUT_DRAFT, Task
 
@@ -56,8 +58,22 @@ class _Contestant(NamedTuple):
         return Run(self.engine.core, f"mode {self.engine.mode.name}").complete(own, concurrency)
 
 
-def measure(engines: Sequence[ModeEngine], tasks: Sequence[Task], plan: Plan) -> list[dict[str, Any]]:
-    """The rows of the result, by batch size, task, mode and adapter variant.
+class Measured(NamedTuple):
+    """Rows of the result, by batch size, task, mode and adapter variant."""
+
+    rows: list[dict[str, Any]]
+    cut: str = ""
+    """Description of what is missing if the measurement was stopped; "": nothing is."""
+
+
+class _Stopped(Exception):
+    """The measurement is to end after the run that has just ended."""
+
+
+def measure(
+    engines: Sequence[ModeEngine], tasks: Sequence[Task], plan: Plan, stops: Callable[[], bool] = lambda: False
+) -> Measured:
+    """Measure every cell. If it is stopped, whole rounds are kept.
 
     A round is all requests of a task, batch by batch. Every engine runs a batch before the next batch begins, each time
     in another order. So whatever disturbs the machine for a while disturbs all modes alike. The round before the first
@@ -65,13 +81,36 @@ def measure(engines: Sequence[ModeEngine], tasks: Sequence[Task], plan: Plan) ->
 
     Args:
         engines: that of "off" first.
+        stops: returns True when the measurement is to end.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    order = [(batch_size, task) for batch_size in plan.batch_sizes for task in tasks]
     total = sum(len(_contestants(engines, task)) for task in tasks) * len(plan.batch_sizes) * (plan.rounds + 1)
     with tqdm(total=total, desc="Measuring", unit="run", file=sys.stderr, leave=False) as progress:
-        for batch_size in plan.batch_sizes:
-            for task in tasks:
-                rows += _measure_task(_contestants(engines, task), task, batch_size, plan, progress)
+        for number, (batch_size, task) in enumerate(order):
+            contestants = _contestants(engines, task)
+            cells = [Cell(c.engine.mode, task.name, c.kind, batch_size, []) for c in contestants]
+            try:
+                _measure_task(contestants, task, cells, plan, progress, stops)
+            except _Stopped:
+                rows += _rows(cells)
+                rounds = len(cells[0].rounds)
+                found = f"CUT: stopped after {number} of {len(order)} pairs of batch size and task"
+                return Measured(rows, f"{found}, and {rounds} of {plan.rounds} rounds of the next" if rounds else found)
+            rows += _rows(cells)
+    return Measured(rows)
+
+
+def _rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Figures of the cells of a task and batch size; none without a round."""
+    if not cells[0].rounds:
+        return []
+    off = next(cell for cell in cells if cell.mode.name == OFF)
+    rows = [figures(cell, off) for cell in cells]
+    limits = {row["kind"]: row["speedup"] for row in rows if row["method"] == ORACLE}
+    for row in rows:
+        limit = limits.get(row["kind"]) or next(iter(limits.values()), None)
+        row["of_oracle"] = None if limit is None else round(row["speedup"] / limit, 4)
     return rows
 
 
@@ -88,23 +127,45 @@ def _contestants(engines: Sequence[ModeEngine], task: Task) -> list[_Contestant]
 
 
 def _measure_task(
-    contestants: Sequence[_Contestant], task: Task, batch_size: int, plan: Plan, progress: Any
-) -> list[dict[str, Any]]:
+    contestants: Sequence[_Contestant],
+    task: Task,
+    cells: Sequence[Cell],
+    plan: Plan,
+    progress: Any,
+    stops: Callable[[], bool],
+) -> None:
+    """Add the rounds of a task to the cells of the contestants.
+
+    Raises:
+        _Stopped: the measurement is to end.
+    """
+    batch_size = cells[0].batch_size
     requests = make_requests(task, batch_size * plan.queue, plan)
-    cells = [Cell(c.engine.mode, task.name, c.kind, batch_size, []) for c in contestants]
     for number in range(-1, plan.rounds):
         batches: list[list[Round]] = [[] for _ in contestants]
         for first in range(0, len(requests), batch_size * plan.queue):
             batch = requests[first : first + batch_size * plan.queue]
             order = random.Random(f"{number} {first}").sample(range(len(contestants)), len(contestants))
             for index in order:
+                if stops():
+                    raise _Stopped
                 batches[index].append(contestants[index].run(batch, batch_size, f"{batch_size} {number}"))
         if number >= 0:
             for cell, parts in zip(cells, batches, strict=True):
                 cell.rounds.append(Round.joined(parts))
         progress.update(len(contestants))
-    off = next(cell for cell in cells if cell.mode.name == OFF)
-    return [figures(cell, off) for cell in cells]
+
+
+def record_answers(off: ModeEngine, tasks: Sequence[Task], plan: Plan, file: Path) -> None:
+    """Write the answers without drafts to every request of the measurement, for the oracle."""
+    batch_size = max(plan.batch_sizes)
+    with file.open("w", encoding="utf-8") as out:
+        for task in tasks:
+            requests = make_requests(task, batch_size * plan.queue, plan)
+            contestant = _contestants([off], task)[-1]
+            for request, record in zip(requests, contestant.run(requests, batch_size, "oracle").requests, strict=True):
+                line = {"prompt_token_ids": request.prompt_token_ids, "completion_token_ids": record.token_ids}
+                out.write(json.dumps(line) + "\n")
 
 
 def make_requests(task: Task, least: int, plan: Plan) -> list[EngineRequest]:

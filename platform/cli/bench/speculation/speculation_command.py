@@ -38,7 +38,8 @@ def add_parser(kinds: Any) -> None:
         "--modes",
         type=list_of(str),
         help=f"of {','.join(MODES)}, adaptive:METHOD, or METHOD:K for K drafts a step; adaptive alone has the EAGLE-3 "
-        "head, else the draft model, else n-grams (default: all whose weights are there)",
+        "head, else the draft model, else n-grams; oracle replays the answers of off as drafts, which are always right "
+        "(default: all whose weights are there, without oracle and control)",
     )
     for method in MODEL_METHODS:
         add("--" + method.replace("_", "-"), metavar="PATH", help=f"weights of the {method} drafter")
@@ -75,7 +76,8 @@ def measure(options: argparse.Namespace) -> Result:
 
     with tempfile.TemporaryDirectory() as scratch:
         report = measure_speculation(options, modes, adapters, Path(scratch))
-    return Result(report, format_table(report), lambda file: draw(report, file))
+    status = 130 if report["cut"] else 0
+    return Result(report, format_table(report), lambda file: draw(report, file), status)
 
 
 def _draft_models(options: argparse.Namespace, demo: bool) -> dict[str, str]:

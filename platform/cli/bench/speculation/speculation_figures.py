@@ -41,6 +41,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     cpu = [a.output_tokens / b.output_tokens * b.cpu_seconds / a.cpu_seconds for a, b in timed]
     counts = speculation_of(Round.joined(cell.rounds).requests)
     steps = sum(counts.steps_by_k)
+    tokens, chosen = steps + counts.num_accepted_tokens, counts.by_drafter(cell.mode.drafters)
     return {
         "task": cell.task,
         "kind": cell.kind,
@@ -55,7 +56,9 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
         "cpu_speedup": round(statistics.median(cpu), 4) if cpu else None,
         "same_text_as_off": _same_text(pairs),
         **(acceptance(counts) or _NO_ACCEPTANCE),
+        "tokens_per_step": round(tokens / steps, 4) if steps else None,
         "drafts_verified": {str(k): round(count / steps, 4) for k, count in enumerate(counts.steps_by_k) if count},
+        "tokens_by_drafter": {name: round(made / tokens, 4) for name, (_, made) in chosen.items() if made},
     }
 
 

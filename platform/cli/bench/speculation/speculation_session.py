@@ -14,14 +14,15 @@ from .....models.checkpoint.tokenizer import eos_token_ids, load_tokenizer
 from .....models.demo import demo_model_path
 from ....core.config import EngineArgs
 from ....core.errors import PromptTooLongError
+from ....core.interrupt import Interrupt
 from ....engine.engine_core import EngineCore
 from ...adapter_rank import largest_rank
 from ..bench_options import is_demo
 from ..engine_runs import BLOCK_SIZE, freeze_heap, num_blocks
 from ..machine import describe_machine, describe_model, labels
 from ..prompt_files import read_prompts
-from .modes import Mode
-from .rounds import ModeEngine, Plan, measure
+from .modes import ORACLE, Mode
+from .rounds import ModeEngine, Plan, measure, record_answers
 from .tasks import Task, make_tasks, random_task, without_draft_weights
 
 
@@ -63,15 +64,22 @@ def measure_speculation(
     engines: list[ModeEngine] = []
     with ExitStack() as stack:
         for mode in modes:
+            if mode.method == ORACLE:  # the engine of off is there: it comes first
+                answers = scratch / "answers.jsonl"
+                record_answers(engines[0], tasks, plan, answers)
+                mode.config["model"] = str(answers)
             core = EngineCore(EngineArgs(model=str(path), speculative_config=mode.config, **shared))
             stack.callback(core.shutdown)
             engines.append(ModeEngine(mode, core))
             for lora in loras:
                 core.adapters.load(lora)
         freeze_heap()
-        rows = measure(engines, tasks, plan)
+        with Interrupt() as interrupt:
+            measured = measure(engines, tasks, plan, stops=lambda: interrupt.wanted is not None)
+    cut = [measured.cut] if measured.cut else []
     return {
-        "labels": labels(synthetic=rates, random_weights=dummy),
+        "labels": [*cut, *labels(synthetic=rates, random_weights=dummy)],
+        "cut": measured.cut,
         "synthetic_acceptance_rates": rates,
         "machine": describe_machine(),
         "model": describe_model(options.model, engines[0].core.info),
@@ -80,7 +88,7 @@ def measure_speculation(
             "num_speculative_tokens": num_drafts,
             "modes": {mode.name: {k: v for k, v in mode.config.items() if k != "model"} for mode in modes},
         },
-        "rows": rows,
+        "rows": measured.rows,
     }
 
 

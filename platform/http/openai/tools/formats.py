@@ -121,6 +121,23 @@ FORMATS: dict[str, dict[str, Any]] = {
         r"</invoke>(?:\s*</minimax:tool_call>)?",
         r'<parameter name="(?P<key>[^">\n]+)">(?P<value>.*?)</parameter>',
     ),
+    "deepseek_v32": _tagged(
+        r"(?:<｜DSML｜(?:function|tool)_calls>\s*+)?"
+        r'<｜DSML｜invoke name="(?P<name>[^"<>\n]++)">(?=\s*+(?:<｜DSML｜parameter name="|</｜DSML｜invoke>))',
+        r"</｜DSML｜invoke>(?:\s*</｜DSML｜(?:function|tool)_calls>)?",
+        r'<｜DSML｜parameter name="(?P<key>[^">\n]+)"(?: string="\w+")?>(?P<value>.*?)</｜DSML｜parameter>',
+    ),
+    "cohere_command3": _format(
+        {
+            "open_pattern": _SPACE + r"(?:<\|START_ACTION\|>|Action:\s*+```json)(?=\s*+\[)",
+            "close_pattern": r"<\|END_ACTION\|>|```",
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}},
+            "transform_each": True,
+        },
+        {"open": "<|START_THINKING|>", "close": "<|END_THINKING|>", "content": "text"},
+        {"close_pattern": r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>|<\|END_OF_TURN_TOKEN\|>", "content": "text"},
+    ),
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": _gemma(
         "<|tool_call>",
@@ -157,6 +174,8 @@ _MARKS = {
     "<|tool_call>": "gemma4",
     "<seed:tool_call>": "seed_oss",
     "<minimax:tool_call>": "minimax_m2",
+    "｜DSML｜": "deepseek_v32",
+    "<|START_ACTION|>": "cohere_command3",
     "<function=": "qwen3_coder",
     "<arg_key>": "glm45",
     "<tool_call>": "hermes",

@@ -53,8 +53,14 @@ TAGGED_FORMS = (
     _tagged(
         '<parameter name="', r'<parameter name="(?P<key>[^">\n]+)">', "</parameter>", '<parameter name="|</invoke>'
     ),
+    _tagged(
+        '<｜DSML｜parameter name="',
+        r'<｜DSML｜parameter name="(?P<key>[^">\n]+)"(?: string="(?:true|(?P<is_json>false))")?>',
+        "</｜DSML｜parameter>",
+        '<｜DSML｜parameter name="|</｜DSML｜invoke>',
+    ),
 )
-"""Forms of Qwen3-Coder, GLM-4.5 and MiniMax-M2."""
+"""Forms of Qwen3-Coder, GLM-4.5, MiniMax-M2 and DeepSeek-V3.2."""
 
 
 def tagged_form(pattern: str) -> TaggedForm | None:
@@ -64,22 +70,32 @@ def tagged_form(pattern: str) -> TaggedForm | None:
 
 def tagged_calls(name: str, lexemes: Sequence[Lexeme], form: TaggedForm) -> list[dict[str, Any]]:
     """The call whose values stand between tags; none if there is other text, or a parameter twice."""
-    arguments: dict[str, str] = {}
-    is_twice = False
+    arguments: dict[str, Any] = {}
+    is_twice = is_json = False
     outside, key, value = "", "", ""
     for kind, text, match in lexemes:
         if kind is Kind.OPEN:
             key, value = match["key"], ""
+            is_json = match.groupdict().get("is_json") is not None
             is_twice |= key in arguments
         elif kind is Kind.TEXT:
             value += text
         elif kind is Kind.CLOSE:
-            arguments[key] = value.removeprefix("\n").removesuffix("\n") if form.in_lines else value
+            value = value.removeprefix("\n").removesuffix("\n") if form.in_lines else value
+            arguments[key] = _from_json(value) if is_json else value
         else:
             outside += text
     if is_twice or outside.strip() not in ("", "</function>"):
         return []
     return [{"name": name, "arguments": arguments}]
+
+
+def _from_json(text: str) -> Any:
+    """Value of a JSON text; the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def properties_by_function(tools: Iterable[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -1,17 +1,20 @@
 """Adapters are loaded again by one rule: after a restart, and after a sleep of level 2 in both clients."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from async_helpers import make, run, until
 
+from outrider.platform.client.adapters.loaded_adapters import LoadedAdapters
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
 from outrider.platform.core.config import EngineArgs
-from outrider.platform.core.errors import NotFoundError
+from outrider.platform.core.errors import AdapterError, NotFoundError
 from outrider.platform.core.lora_request import LoRARequest
 from outrider.platform.core.messages import AdapterInfo
 
@@ -122,6 +125,53 @@ def test_adapters_of_requests_are_known_after_a_sleep(model_path: str) -> None:
         llm.wake_up()
         assert llm.llm_engine.engine_core is not engine
         assert [(info.name, info.path) for info in llm.adapters.list()] == [("of-a-request", "/a")]
+
+
+def test_loads_of_a_reload_are_in_flight_together() -> None:
+    """The engine gets all of them in their order before it has read one; names alone are registered in between."""
+    order: list[tuple[str, ...]] = []
+    in_flight, most = 0, 0
+
+    def info(name: str, digest: str = "d") -> AdapterInfo:
+        return AdapterInfo(name=name, path=f"/{name}", digest=digest, rank=1, rows=1, level="host")
+
+    async def call(verb: str, **arguments: Any) -> AdapterInfo:
+        nonlocal in_flight, most
+        if verb == "adapters.unload":
+            order.append((verb, arguments["name"]))
+            return info(arguments["name"])
+        requests = arguments.get("requests") or [arguments["request"]]
+        order.append((verb, *(request.name for request in requests)))
+        in_flight += 1
+        most = max(most, in_flight)
+        await asyncio.sleep(0.001 * (30 - len(order)))  # the first ones take longest
+        in_flight -= 1
+        if requests[0].name == "l3":
+            raise AdapterError("gone")
+        order.append(("done", requests[0].name))
+        return info(requests[0].name, "new" if requests[0].name == "l1" else "d")
+
+    async def scenario() -> None:
+        async def start() -> None:
+            return
+
+        async def localize(request: LoRARequest, *, again: bool = False) -> LoRARequest:
+            return request
+
+        sources = SimpleNamespace(folders_of=lambda name: (), restrict=lambda name, needed=(): None)
+        adapters = LoadedAdapters(start, call, localize, sources)  # type: ignore[arg-type]
+        adapters.adopt([*map(info, ["l0", "l1"]), info("n0", ""), info("n1", ""), *map(info, ["l2", "l3", "l4"])])
+        await adapters.reload_after_restart(call)
+        assert [*adapters.requests] == ["l0", "l1", "n0", "n1", "l2", "l4"]
+
+    asyncio.run(scenario())
+    assert most == 3
+    calls = [entry for entry in order if entry[0] != "done"]
+    assert calls[:2] == [("adapters.load", "l0"), ("adapters.load", "l1")]
+    assert calls[-3:] == [("adapters.load", "l2"), ("adapters.load", "l3"), ("adapters.load", "l4")]
+    assert ("adapters.register", "n0", "n1") in calls
+    assert order.index(("adapters.load", "l1")) < order.index(("done", "l0"))
+    assert ("adapters.register", "l1") in calls, "its files have another content"
 
 
 def test_nothing_is_forgotten_when_the_process_dies_in_a_reload(model_path: str, site: Site) -> None:

@@ -48,12 +48,12 @@ def test_what_the_engine_says(http, llm):
     llm.snapshot = EngineStats(
         num_running=3, num_waiting=2, num_waiting_by_reason={"capacity": 2}, kv_cache_usage=0.25, num_preemptions=4,
         prefix_cache_queries=100, prefix_cache_hits=40, lora_rows=64, lora_rows_used=24, lora_host_bytes=1000,
-        num_adapters=7, lora_load_failures=1,
+        num_adapters=7, lora_load_failures=1, drafters=["ngram"],
         adapters=[
             AdapterInfo("sql", "/p", "d", 8, 8, "device", pinned=True, num_running=2, draft="loaded", num_bytes=600),
             AdapterInfo("json", "/q", "e", 16, 16, "host", num_bytes=400),
         ],
-        speculation=[SpeculationEntry("", "t", SpeculationCounts(4, 16, 8, [4, 3, 1, 0]))],
+        speculation=[SpeculationEntry("", "t", SpeculationCounts(4, 16, 8, [4, 3, 1, 0], [6, 0, 0, 0, 4], [4], [8]))],
     )  # fmt: skip
     found = stats(http)
     assert found["server"] | {"uptime": 0, "snapshot_age": 0, "version": ""} == {
@@ -72,6 +72,7 @@ def test_what_the_engine_says(http, llm):
         "drafts": 4, "draft_tokens": 16, "accepted_tokens": 8, "rate": 0.5, "length": 3.0,
         "per_position": [1.0, 0.75, 0.25, 0.0],
     }  # fmt: skip
+    assert found["tokens_by_drafter"] == {"off": 6, "ngram": 12}
     base, sql, json = found["adapters"]
     assert (base["name"], base["tier"], base["acceptance"]["length"]) == ("", None, 3.0)
     assert (sql["name"], sql["tier"], sql["rows"], sql["pinned"], sql["running"]) == ("sql", "device", 8, True, 2)

@@ -73,8 +73,9 @@ def test_engine_metrics(http, llm):
     llm.snapshot = EngineStats(
         num_running=3, num_waiting=2, num_waiting_by_reason={"capacity": 2}, kv_cache_usage=0.25,
         prefix_cache_queries=100, prefix_cache_hits=40, kv_host_bytes=7,
+        drafters=["eagle3", "ngram"],
         speculation=[
-            SpeculationEntry("", "", SpeculationCounts(4, 16, 9, [4, 3, 2])),
+            SpeculationEntry("", "", SpeculationCounts(4, 16, 9, [4, 3, 2], [6, 0, 0, 0, 4], [3, 1], [7, 2], 1.5)),
             SpeculationEntry("sql", "", SpeculationCounts(1, 4, 1, [1])),
             SpeculationEntry("sql", "acme", SpeculationCounts(2, 8, 7, [2, 2])),
             SpeculationEntry("sql", "default", SpeculationCounts(5, 5, 5, [5])),
@@ -98,6 +99,12 @@ def test_engine_metrics(http, llm):
         ("outrider:spec_decode_num_accepted_tokens_total", sql): 6,  # those without a tenant, and a tenant of that name
         ("outrider:spec_decode_num_accepted_tokens_total", acme): 7,
         ("outrider:spec_decode_num_accepted_tokens_per_pos_total", (base[0], ("position", "2"), base[1])): 2,
+        ("outrider:spec_decode_steps_total", (base[0], ("drafter", "off"), base[1])): 6,
+        ("outrider:spec_decode_steps_total", (base[0], ("drafter", "eagle3"), base[1])): 3,
+        ("outrider:spec_decode_tokens_total", (base[0], ("drafter", "off"), base[1])): 6,
+        ("outrider:spec_decode_tokens_total", (base[0], ("drafter", "eagle3"), base[1])): 10,
+        ("outrider:spec_decode_tokens_total", (base[0], ("drafter", "ngram"), base[1])): 3,
+        ("outrider:spec_decode_recent_drafts", base): 1.5,
         ("outrider:lora_adapter_loaded", (("adapter", "sql"), ("level", "device"), ("pinned", "true"))): 1,
         ("outrider:lora_load_seconds_count", ()): 2,
         ("outrider:lora_load_seconds_bucket", (("le", "0.005"),)): 1,
@@ -312,13 +319,14 @@ COUNTERS = {
     "kv_host_hits",
     "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens", "generation_tokens", "request_success",
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos", "lora_evictions", "lora_load_failures",
+    "spec_decode_num_accepted_tokens_per_pos", "spec_decode_steps", "spec_decode_tokens",
+    "lora_evictions", "lora_load_failures",
 }  # fmt: skip
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
     "kv_host_bytes", "engine_resident_memory_bytes",
     "lora_requests_info", "lora_adapter_loaded", "lora_adapters", "lora_rows", "lora_rows_used", "lora_host_bytes",
-    "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds",
+    "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds", "spec_decode_recent_drafts",
 }  # fmt: skip
 HISTOGRAMS = {
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "lora_load_seconds",

@@ -104,6 +104,34 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         '<invoke name="do.nothing">\n</invoke>\n</minimax:tool_call>',
         {"content": "Ok.", "tool_calls": [{"name": "f", "arguments": {"a": "1</invoke>"}}, NOTHING]},
     ),
+    "deepseek 3.2": (
+        "deepseek_v32",
+        'Hm</think>Ok.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="a" string="true">1</｜DSML｜invoke></｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="b" string="false">[1, {"c": null}]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="do.nothing">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        {
+            "content": "Hm</think>Ok.",
+            "tool_calls": [{"name": "f", "arguments": {"a": "1</｜DSML｜invoke>", "b": [1, {"c": None}]}}, NOTHING],
+        },
+    ),
+    "command a": (
+        "cohere_command3",
+        "<|START_THINKING|>Hm<|END_THINKING|><|START_ACTION|>[\n"
+        f'    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {JSON}}},\n'
+        '    {"tool_call_id": "1", "tool_name": "do.nothing", "parameters": {}}\n]<|END_ACTION|>',
+        {"reasoning_content": "Hm", "tool_calls": [WEATHER, NOTHING]},
+    ),
+    "command a, an answer": (
+        "cohere_command3",
+        "<|START_THINKING|>Hm<|END_THINKING|><|START_RESPONSE|>It rains.<|END_RESPONSE|>",
+        {"reasoning_content": "Hm", "content": "It rains."},
+    ),
+    "command r+": (
+        "cohere_command3",
+        f'Action: ```json\n[\n    {{\n        "tool_name": "get_weather",\n        "parameters": {JSON}\n    }}\n]```',
+        {"tool_calls": [WEATHER]},
+    ),
     "seed": (
         "seed_oss",
         "<seed:think>Hm</seed:think>Ok.<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n"

@@ -21,17 +21,21 @@ THINK = {
     "gemma4": "<|channel>thought\n%s<channel|>",
     "openai": "<|channel|>analysis<|message|>%s<|end|><|start|>assistant",
     "seed_oss": "<seed:think>%s</seed:think>",
+    "cohere_command3": "<|START_THINKING|>%s<|END_THINKING|>",
 }
 TAGGED = {
     "qwen3_coder": "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>",
     "seed_oss": "<seed:tool_call>\n<function=%s>\n%s</function>\n</seed:tool_call>",
     "glm45": "<tool_call>%s\n%s</tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="%s">\n%s</invoke>\n</minimax:tool_call>',
+    "deepseek_v32": "<｜DSML｜function_calls>\n"
+    '<｜DSML｜invoke name="%s">\n%s</｜DSML｜invoke>\n</｜DSML｜function_calls>',
 }
 """Formats whose values are plain text between tags."""
 VALUES = {
     "glm45": "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n",
     "minimax_m2": '<parameter name="%s">%s</parameter>\n',
+    "deepseek_v32": '<｜DSML｜parameter name="%s" string="true">%s</｜DSML｜parameter>\n',
 }
 MARKS = (
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", ";", "<|python_tag|>", "<function=f>", "</function>"),
@@ -135,6 +139,7 @@ def written(kind: str, name: str, arguments: dict[str, Any]) -> str:
         "<｜tool▁calls▁end｜>",
         "kimi_k2": f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
         f"<|tool_call_argument_begin|>{text}<|tool_call_end|><|tool_calls_section_end|>",
+        "cohere_command3": f'<|START_ACTION|>[{{"tool_name": "{name}", "parameters": {text}}}]<|END_ACTION|>',
         "functiongemma": f"<start_function_call>call:{name}{text}<end_function_call>",
         "gemma4": f"<|tool_call>call:{name}{text}<tool_call|>",
         "openai": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{text}<|call|>",

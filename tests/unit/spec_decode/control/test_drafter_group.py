@@ -11,7 +11,7 @@ from outrider.spec_decode.control.drafter_group import DrafterGroup
 from outrider.spec_decode.control.factory import make_speculation
 from outrider.spec_decode.drafters.base import Drafter, DraftRow, Proposal, TargetOutput
 
-WITHOUT_TARGET = SimpleNamespace(model_path=None)
+WITHOUT_TARGET = SimpleNamespace(model_path=None, device="cpu")
 """Context of drafters that need no target."""
 
 

@@ -166,7 +166,8 @@ def test_a_run_that_is_over_stays_as_it_is(options, samples, tmp_path):
     measured = train_draft(chosen, samples[8:], samples[:8])
     before = (tmp_path / "model.safetensors").read_bytes()
     again = train_draft(dataclasses.replace(chosen, resume=True), samples[8:], samples[:8])
-    assert again == measured
+    assert again.acceptance_length == pytest.approx(measured.acceptance_length, abs=1e-4)
+    assert again.per_position == pytest.approx(measured.per_position, abs=1e-4)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert [line["step"] for line in log_of(chosen)] == [0, 3, 6]
 

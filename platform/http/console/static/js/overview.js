@@ -91,11 +91,16 @@ function memoryNote({ kv_cache: cache, lora, server }) {
   return parts.join(" · ");
 }
 
-function speculationNote({ speculation, server }) {
+function speculationNote(stats) {
+  const { speculation, server } = stats;
   if (server.speculation === "off") return "off";
   if (!speculation) return "nothing drafted yet";
   const positions = speculation.per_position.slice(0, 8).map((value) => Math.round(100 * value));
-  return `${format.percent(speculation.rate)} of all drafts accepted · by position ${positions.join(", ")} %`;
+  const made = Object.entries(stats.tokens_by_drafter).sort((one, other) => other[1] - one[1]);
+  const all = made.reduce((sum, [, tokens]) => sum + tokens, 0);
+  const shares = made.filter(([, tokens]) => tokens).map(([name, tokens]) => `${name} ${format.percent(tokens / all)}`);
+  const accepted = `${format.percent(speculation.rate)} of all drafts accepted · by position ${positions.join(", ")} %`;
+  return `${accepted} · tokens by drafter: ${shares.join(", ")}`;
 }
 
 export function setUpOverview(live) {
