@@ -12,6 +12,9 @@ multiplied as they are, and their norms divided out of the products.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor, float32
@@ -19,6 +22,9 @@ from torch import Tensor, float32
 from ..compile_case import CompileCase, make_case
 from ..state_plan import CHUNK, StatePlan
 from ..state_rows import softplus, store_state, writes_of
+
+if TYPE_CHECKING:
+    from . import DeltaWeights
 
 _PIECE = 32
 """Rows of a state that are multiplied at a time."""
@@ -238,25 +244,21 @@ def _read_kernel(
     tl.store(out + places, result, mask=inside)
 
 
-def compute(inputs: tuple, weights: tuple, plan: StatePlan, states: Tensor, results: Tensor, beta_scale: float) -> None:
-    """Fill `results` [T, H, V] float32 with S[t]ᵀ q[t], and write the states.
+def compute(
+    inputs: Sequence[Tensor], weights: DeltaWeights, plan: StatePlan, states: Tensor, results: Tensor, epsilon: float
+) -> None:
+    """Fill `results` [T, H, V] float32 with S[t]ᵀ q[t], and write the `states` [S, H, D, V].
 
-    Args:
-        inputs: mixed, beta and decay, as in `kernels.delta_net.Projected`; elements of a row are consecutive.
-        weights: rate, its bias, the number of key heads, the scale of queries and the epsilon of norms.
-        plan: Plan of the pass.
-        states: [S, H, D, V], D at most 256.
-        results: Memory for the results.
-        beta_scale: Factor of b.
+    `inputs`: mixed, beta and decay of `kernels.delta_net.Projected`, whose elements are consecutive in a row.
+    `epsilon`: that of the norms of queries and keys.
     """
-    rate, rate_bias, key_heads, scale, epsilon = weights
+    rate, rate_bias, key_heads, beta_scale = weights.rate, weights.rate_bias, weights.key_heads, weights.beta_scale
     _, heads, key_dim, value_dim = states.shape
     chunks, count = plan.chunks, plan.num_chunks
     shared, strides = (*inputs, rate, rate_bias), [part.stride(0) for part in inputs]
     inverse = states.new_empty((count, heads, CHUNK, CHUNK))
     before, deltas = states.new_empty((count, *states.shape[1:])), states.new_empty(results.shape)
-    constants = _constants(inputs[0].dtype == float32)
-    sizes = (heads, key_heads, key_dim)
+    constants, sizes = _constants(inputs[0].dtype == float32), (heads, key_heads, key_dim)
     _solve_kernel[(count, heads)](
         *(*shared, chunks, inverse, epsilon, beta_scale, count, *strides, *sizes), **constants, num_stages=1
     )
@@ -269,7 +271,7 @@ def compute(inputs: tuple, weights: tuple, plan: StatePlan, states: Tensor, resu
         num_stages=1,
     )
     _read_kernel[(count, heads, blocks)](
-        *(*shared, chunks, before, deltas, results, scale, epsilon, count, *strides, *sizes, value_dim),
+        *(*shared, chunks, before, deltas, results, key_dim**-0.5, epsilon, count, *strides, *sizes, value_dim),
         **{"COLUMNS": _COLUMNS, **constants, "PIECE": _SMALL_PIECE},
         num_warps=8,
         num_stages=1,

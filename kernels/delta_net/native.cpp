@@ -83,6 +83,8 @@ void unit(const E* x, float* y, int64_t size, float scale) {
     for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i, size - i) * scale);
 }
 
+using outrider::softplus;
+
 // log(1 + e^x) to a few units in the last place: with 1 + e^x = 2^n (1 + f), log(1 + f) = 2 atanh(f / (2 + f)).
 inline Vec softplus(Vec x) {
     const Vec power = exponential(x);

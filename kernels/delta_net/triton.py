@@ -143,8 +143,7 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
             BY_ELEMENT=weights.by_element,
         )
     else:
-        of_rule = (weights.rate, weights.rate_bias, weights.key_heads, key_dim**-0.5, EPS)
-        chunks.compute((mixed, beta, decay), of_rule, plan, states, results, weights.beta_scale)
+        chunks.compute((mixed, beta, decay), weights, plan, states, results, EPS)
     out = torch.empty((len(mixed), heads * value_dim), dtype=mixed.dtype, device=mixed.device)
     _gated_norm_kernel[(len(mixed), heads)](
         *(results, gate, weights.norm.scale, out, weights.norm.root_value**2, gate.stride(0), heads, value_dim),

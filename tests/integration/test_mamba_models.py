@@ -50,12 +50,13 @@ def test_a_model_without_attention_takes_no_memory_for_kv(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "param"), [({"batch_invariant": True}, "batch_invariant"), ({"tensor_parallel_size": 2},) * 2]
+    ("option", "value", "reason"),
+    [("batch_invariant", True, "recurrent"), ("tensor_parallel_size", 2, "neither divides the groups of Mamba-2 3")],
 )
-def test_refused_options(folder, options, param):
-    with pytest.raises(InvalidRequestError, match="recurrent") as caught:
-        LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, **options)
-    assert caught.value.param in (param, "tensor_parallel_size")
+def test_refused_options(folder, option, value, reason):
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, **{option: value})
+    assert caught.value.param == option
 
 
 @pytest.mark.parametrize(
