@@ -78,6 +78,6 @@ def test_progress_of_generation_does_not_guess_the_time_of_the_last_answers(opti
 
 def test_damaged_lines_of_completions_are_generated_again(tmp_path):
     file = tmp_path / "generated.jsonl"
-    file.write_text('{"number": 2, "prompt_token_ids": [1]}\nnot JSON\n[3]\n{"number": 0, "prompt')
+    file.write_text('{"number": 2, "prompt_token_ids": [1]}\nnot JSON\n{"number": [3]}\n[3]\n{"number": 0, "prompt')
     assert completions.completed(file, mend=True) == {2: {"prompt_token_ids": [1]}}
     assert file.read_text().endswith("[3]\n")
