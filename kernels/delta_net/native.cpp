@@ -183,7 +183,7 @@ void factors_by_head(const Call& call, Scratch& s, Factors& f, int64_t token, in
     }
 }
 
-// The same where each element of a key has a decay of its own.
+// The same with a decay for each element of a key.
 template <typename E, int N>
 void factors_by_element(const Call& call, Scratch& s, Factors& f, int64_t token, int64_t head) {
     const int64_t key_dim = call.key_dim;
