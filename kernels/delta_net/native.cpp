@@ -93,7 +93,7 @@ inline Vec softplus(Vec x) {
     const Vec f = select(n == 0.0f, power, (Vec)((bits & 0x007fffffu) + 0x3f3504f3u) - 1.0f);
     const Vec s = f / (2.0f + f), z = s * s;
     const Vec series = (((z * (1.0f / 9.0f) + 1.0f / 7.0f) * z + 1.0f / 5.0f) * z + 1.0f / 3.0f) * z + 1.0f;
-    return select(x > 20.0f, x, n * 0.693147181f + 2.0f * s * series);
+    return select(x <= 20.0f, n * 0.693147181f + 2.0f * s * series, x);  // NaN stays
 }
 
 inline float decay_of(const Call& call, int64_t head, float logit, float bias) {
@@ -183,7 +183,7 @@ void factors_by_head(const Call& call, Scratch& s, Factors& f, int64_t token, in
     }
 }
 
-// The same where each element of a key has a decay of its own.
+// The same with a decay for each element of a key.
 template <typename E, int N>
 void factors_by_element(const Call& call, Scratch& s, Factors& f, int64_t token, int64_t head) {
     const int64_t key_dim = call.key_dim;

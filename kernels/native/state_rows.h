@@ -47,7 +47,7 @@ struct HeadStates {
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// Stores past the cache, where the machine can.
+// Stores past the cache, if the machine can.
 inline void stream(float* p, Vec value) {
 #if OUTRIDER_LANES == 16
     _mm512_stream_ps(p, (__m512)value);

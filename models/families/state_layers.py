@@ -70,7 +70,7 @@ class DeltaNet:
     norm_eps: float | None = None
     """Epsilon of the gated norm; None: that of all norms."""
     by_element: bool = False
-    """True: Kimi Delta Attention, where each element of a key has a decay of its own, and the gate is a sigmoid."""
+    """True: Kimi Delta Attention, in which each element of a key has a decay of its own, and the gate is a sigmoid."""
 
     @property
     def channels(self) -> int:

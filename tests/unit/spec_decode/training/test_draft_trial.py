@@ -8,6 +8,7 @@ import pytest
 from outrider import LLM
 from outrider.platform.cli import completions, draft_trial
 from outrider.platform.cli.draft_trial import Decoding, Trial, describe_trial
+from outrider.platform.core.errors import OutriderError
 from outrider.spec_decode.training.run import train_draft
 
 
@@ -34,6 +35,8 @@ def test_break_even_is_the_ratio_of_step_times():
     assert trial.break_even == pytest.approx(1.5)
     assert trial.acceptance_length == pytest.approx(1.8)
     assert trial.speedup == pytest.approx(1.2)
+    with pytest.raises(OutriderError, match="no room for an answer"):
+        draft_trial._compare(Decoding(0.0, 0, 0), Decoding(0.0, 0, 0), 3)
 
 
 @pytest.mark.slow
