@@ -115,10 +115,9 @@ def test_results_of_layers_are_added_in_float32(in_fp32, tmp_path):
     tokens = list(range(5, 60))
     references = {}
     for switch in (True, False):
-        for layer in model.backbone.layers:
-            layer.residual_in_fp32 = switch
+        switched = type(model).from_pretrained(path, residual_in_fp32=switch, dtype=torch.bfloat16)
         with torch.inference_mode():
-            references[switch] = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+            references[switch] = switched(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
     with LLM(str(path), skip_tokenizer_init=True, max_model_len=64, max_logprobs=131) as llm:
         params = SamplingParams(max_tokens=1, prompt_logprobs=131)
         found = llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)[0].prompt_logprobs
