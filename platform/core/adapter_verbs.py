@@ -21,8 +21,8 @@ Infos = TypeVar("Infos", covariant=True)
 Nothing = TypeVar("Nothing", covariant=True)
 
 
-class Adapters(Protocol[Info, Infos, Nothing]):
-    """Adapters that requests may name, by their names."""
+class AdapterVerbs(Protocol[Info, Infos, Nothing]):
+    """Verbs for the adapters that requests may name."""
 
     def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> Info:
         """Read, check and register an adapter, so that requests may name it. Steps of the engine do not wait for files.
@@ -82,8 +82,8 @@ class PendingCall(Protocol):
         """Wait for the verb's result; its errors are raised here."""
 
 
-class LocalAdapters(Adapters[AdapterInfo, list[AdapterInfo], None], Protocol):
-    """Adapters of an engine in this process."""
+class LocalAdapters(AdapterVerbs[AdapterInfo, list[AdapterInfo], None], Protocol):
+    """Verbs for the adapters of an engine in this process."""
 
     def find(self, name: str) -> AdapterInfo | None:
         """The adapter registered under a name."""

@@ -181,7 +181,7 @@ class RowState:
         return Offer(self.drafter, survival(rates, count), expected_drafts(shares, count))
 
 
-class Adapters:
+class AdapterStates:
     """The recently used adapters."""
 
     def __init__(self, first_rates: Sequence[float]) -> None:

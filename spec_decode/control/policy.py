@@ -16,8 +16,8 @@ from .adapters import (
     TRIAL_ROWS,
     TRIAL_SHARE,
     TRIAL_STEPS,
-    Adapters,
     AdapterState,
+    AdapterStates,
     RowState,
 )
 from .asked import Asked, asked_after, is_decode
@@ -83,7 +83,7 @@ class SpeculationPolicy:
         self._clock = clock
         self._steps = StepCosts(padded)
         self._drafts = DraftCosts(self._steps)
-        self._adapters = Adapters([traits.first_rate for traits in drafters])
+        self._adapters = AdapterStates([traits.first_rate for traits in drafters])
         self._rows: dict[Request, RowState] = {}
         self._held: tuple[int, int] | None = None
         self._decide_at = 0.0
@@ -381,7 +381,7 @@ class SpeculationPolicy:
         self._held, self._asked, self._trial = None, None, None
         self._answer_tokens = ANSWER_TOKENS
         self._rows.clear()
-        self._adapters = Adapters([traits.first_rate for traits in self._drafters])
+        self._adapters = AdapterStates([traits.first_rate for traits in self._drafters])
 
     def snapshot(self) -> dict[str, dict[str, object]]:
         """By adapter digest and "greedy" or "sampled": drafter in use and acceptance by pool of positions."""

@@ -31,7 +31,7 @@ def no_adapters(rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Non
     """The `AdapterPreparer` of an engine whose adapters bring no draft weights."""
 
 
-class Adapters(NamedTuple):
+class PreparedAdapters(NamedTuple):
     """Result of an `AdapterPreparer`, for projections of some rows without a whole `ForwardBatch`."""
 
     adapters: Any

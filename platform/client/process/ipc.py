@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from ...core.adapter_verbs import VERBS as ADAPTER_VERBS
-from ...core.adapter_verbs import Adapters, Info, Infos, Nothing
+from ...core.adapter_verbs import AdapterVerbs, Info, Infos, Nothing
 from ...core.config import EngineArgs
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
 from ...core.logs import LogFormat
@@ -115,7 +115,7 @@ _RESULTS = {Info: AdapterInfo, Infos: list[AdapterInfo], Nothing: None}
 
 def _adapter_verb(name: str) -> Verb:
     """The types that `core.adapter_verbs` declares for a verb."""
-    function = getattr(Adapters, name)
+    function = getattr(AdapterVerbs, name)
     hints = get_type_hints(function)
     result = _RESULTS[hints.pop("return")]
     defaults = {p.name: p.default for p in signature(function).parameters.values() if p.default is not p.empty}

@@ -24,7 +24,7 @@ from ....models.layers.rope import RotaryEmbedding
 from ....models.layers.weights import WeightSlot
 from ....models.model import LanguageModel
 from ...verify.draft_sampling import DraftVocabulary
-from ..base import Adapters
+from ..base import PreparedAdapters
 from ..checkpoint import draft_vocabulary, refuse
 from ..step_writer import Places
 from .config import DFlashConfig
@@ -113,7 +113,7 @@ class DFlashHead:
     def write_context(self, kv: Sequence[LayerKV], states: Sequence[Tensor], adapters: Any, places: Places) -> Tensor:
         """Write the keys and values of all layers for T tokens, from the target's hidden states [T, H] of them; return
         the context c [T, hidden size]."""
-        rows = Adapters(adapters)
+        rows = PreparedAdapters(adapters)
         context = self._hidden_norm(self._fc.forward(torch.cat(list(states), dim=-1), rows))
         rotations = self.rope.rotations(places.positions, places.end)
         for layer, cache in zip(self._layers, kv, strict=True):

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from ....models.layers.linear import Linear
 from ....models.layers.weights import WeightSlot
-from ..base import Adapters
+from ..base import PreparedAdapters
 from .config import DFlashConfig
 
-_NO_ADAPTERS = Adapters(None)
+_NO_ADAPTERS = PreparedAdapters(None)
 
 
 class MarkovHead:

@@ -33,7 +33,7 @@ from ....models.layers.rope import RotaryEmbedding
 from ....models.layers.weights import WeightSlot
 from ....models.model import LanguageModel
 from ...verify.draft_sampling import DraftVocabulary
-from ..base import Adapters
+from ..base import PreparedAdapters
 from ..checkpoint import draft_vocabulary, refuse
 from .config import MASK, EagleConfig
 
@@ -192,7 +192,7 @@ class EagleHead:
         joined = torch.cat(list(states), dim=-1)
         if self._fused_norm is not None:
             joined = self._fused_norm(joined)
-        return self._fc.forward(joined, Adapters(adapters))
+        return self._fc.forward(joined, PreparedAdapters(adapters))
 
     def mask_states(self, count: int, adapters: Any) -> Tensor:
         """The first layer's input [count, H] of masks, each fused with its adapter's weights."""
@@ -225,10 +225,10 @@ class EagleHead:
         qkv = self._qkv.forward(x, batch)
         rotation = batch.rotations[layer.ropes.index(layer.layer_ropes[0]) if layer.layer_ropes else 0]
         attended = self.attention.forward_qkv(qkv, rotation, self._qk_norm, batch.kv[0], batch.attention, window)
-        rows: ForwardBatch | Adapters = batch
+        rows: ForwardBatch | PreparedAdapters = batch
         if last is not None and not self._further:
             attended, residual = last.rows.last_of(attended, residual)
-            rows = Adapters(last.adapters())
+            rows = PreparedAdapters(last.adapters())
         if adds_residuals(self.device):
             normed, x = self._post_norm.add(self._o.forward(attended, rows), residual)
         else:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ....models.config import named_architectures
 from ....models.layers.linear import Linear
 from ....models.layers.weights import WeightSlot
-from ..base import Adapters
+from ..base import PreparedAdapters
 from ..checkpoint import StoredTensor, refuse
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class MedusaHeads:
     def logits(self, head: int, hidden: Tensor, adapters: Any, out: Tensor | None = None) -> Tensor:
         """float32 logits [B, V] of head `head` from hidden states [B, H], in `out` if given; `adapters` of these B
         rows."""
-        rows = Adapters(adapters)
+        rows = PreparedAdapters(adapters)
         x = hidden
         for linear in self._blocks[head]:
             x = x + F.silu(linear.forward(x, rows))

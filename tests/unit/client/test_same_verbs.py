@@ -12,7 +12,7 @@ from outrider.platform.client.adapters.llm_adapters import LLMAdapters
 from outrider.platform.client.adapters.loaded_adapters import LoadedAdapters
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
-from outrider.platform.core.adapter_verbs import VERBS, Adapters
+from outrider.platform.core.adapter_verbs import VERBS, AdapterVerbs
 from outrider.platform.engine.features import NoAdapters
 
 ONLY_ASYNC = {
@@ -85,14 +85,14 @@ def test_the_same_construction() -> None:
 @pytest.mark.parametrize("kind", [LLMAdapters, LoadedAdapters])
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_verbs_for_adapters(kind: type, verb: str) -> None:
-    declared = getattr(Adapters, verb)
+    declared = getattr(AdapterVerbs, verb)
     assert parameters(getattr(kind, verb)) == parameters(declared)
     assert inspect.getdoc(declared)
     assert hasattr(NoAdapters, verb)
 
 
 def test_the_protocol_declares_these_verbs_alone() -> None:
-    assert tuple(name for name in vars(Adapters) if not name.startswith("_")) == VERBS
+    assert tuple(name for name in vars(AdapterVerbs) if not name.startswith("_")) == VERBS
 
 
 def test_methods_of_vllm_are_explained_by_both() -> None:
