@@ -10,6 +10,7 @@ from typing import Any
 from .compat.unsupported_options import check_unsupported_options
 from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
+from .learn_config import LearnConfig, parse_learn
 from .text import did_you_mean
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "oracle")
@@ -59,6 +60,8 @@ class SpeculativeConfig:
     of their tokens, for benchmarks: the text is meaningless."""
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     """Share of the drafts at each position that are accepted."""
+    learn: LearnConfig | None = None
+    """Tenants whose drafts learn from their traffic; None: nobody's."""
     drafts_given: bool = True
     """True when the user gave the number, by `num_speculative_tokens` or by the number of rates. Not a user's field."""
 
@@ -91,6 +94,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "suffix_decoding_min_token_prob": (0.0, 1.0),
 }
 """Least and largest values; fields with integers here take integers alone."""
+LEARNING_METHODS = ("eagle3",)
+"""Methods whose draft weights `learn` trains."""
 _WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
 """Methods that vLLM accepts as `model` too."""
 _DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
@@ -146,6 +151,9 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     if "quantization" in given:
         given["quantization"] = plain_value("quantization", given["quantization"])
     _check_values(given)
+    given["learn"] = parse_learn(given.get("learn"))
+    if given["learn"] is not None and method not in LEARNING_METHODS:
+        raise _wrong(f"learn is for {', '.join(LEARNING_METHODS)}; got method {method!r}")
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
     drafts_given = "num_speculative_tokens" in given or rates is not None

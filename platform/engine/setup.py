@@ -29,6 +29,7 @@ from ...models.states.memory import LayerStates, allocate_states
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
 from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token
+from ...spec_decode.learning.learner import Learner
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
@@ -74,6 +75,8 @@ class EngineParts(NamedTuple):
     """All layers of the KV cache, the drafter's too."""
     host: HostStore | None
     """Memory of `swap_space`, if there is any."""
+    learner: Learner | None
+    """Trains draft weights of tenants that opted in; None: nobody did."""
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -158,7 +161,8 @@ def _build(
         if has_long_steps(config, model):
             adapters.start_reader()
     info = describe(args, config, model, time.perf_counter() - started, parallel.weight_bytes if parallel else 0)
-    return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host)
+    learner = _make_learner(config, model, drafter, adapters)
+    return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host, learner)
 
 
 @memory_for(KV_CACHE)
@@ -360,9 +364,32 @@ def _make_adapters(
         and reader_client.pays(torch.get_num_threads(), long_steps=has_long_steps(config, model)),
         num_readers=_num_readers(config.device),
     )
+    learn = None if config.speculative is None else config.speculative.learn
+    if learn is not None:
+        hooks = hooks._replace(learnt_rank=learn.rank, num_learners=learn.max_learners)
     if parallel is not None:
         hooks = hooks._replace(on_write=parallel.write_adapter, on_free=parallel.free_adapter)
     return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
+
+
+@memory_for(DRAFTER)
+def _make_learner(
+    config: EngineConfig, model: LanguageModel, drafter: Drafter, adapters: AdapterManager | NoAdapters
+) -> Learner | None:
+    """Let the drafter learn, if a tenant opted in.
+
+    Raises:
+        InvalidRequestError: its head is of a variant that is not trained.
+    """
+    learn = None if config.speculative is None else config.speculative.learn
+    if learn is None or config.speculative is None or not isinstance(adapters, AdapterManager):
+        return None
+    from ...spec_decode.learning.head_trainer import HeadTrainer  # only if it is used: it imports the training code
+
+    trainer = HeadTrainer(config.speculative, model, learn.rank, learn.learning_rate)
+    learner = Learner(learn, trainer, adapters.learnt, adapters.draft_weights)
+    drafter.learn(learner)
+    return learner
 
 
 def _num_readers(device: str) -> int:

@@ -38,10 +38,11 @@ from ....models.checkpoint.json_files import read_json
 from ....models.checkpoint.paths import resolve_model_path
 from ....models.pass_graphs import PassOptions
 from ....models.quantization import unpack
+from ....platform.core.request import Request
 from ....platform.core.speculative_config import SpeculativeConfig
 from ...verify.draft_sampling import DraftVocabulary, PassOutput, most_likely_ids
 from ..autoregressive import TokenDrafter, TokenDrafterOptions, token_drafter_options, warn_of_short_reach
-from ..base import DrafterNeeds, DraftRow, TargetOutput
+from ..base import DrafterNeeds, DraftRow, Proposal, TargetOutput
 from ..checkpoint import PARAM, fill, fill_randomly, quantise
 from ..factory import DrafterContext
 from .config import EagleConfig, eagle_kv_bytes_per_token, head_tensors, read_eagle_config, with_tensors
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from ....models.layers.linear import Linear
     from ....models.model import ModelConfig
     from ....models.pass_graphs import PassInputs
+    from ...learning.learner import Learner
 
 
 class HeadConfig(Protocol):
@@ -167,6 +169,7 @@ class EagleDrafter(TokenDrafter):
         self._head = head
         layer = head.config.layer
         self.pass_options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
+        self._learner: Learner | None = None
         self._store = HiddenStore(layer.hidden_size, head.fuse, head.device, adapts=bool(head.config.aux_layers))
 
     @property
@@ -190,6 +193,29 @@ class EagleDrafter(TokenDrafter):
         """Keep the step's hidden states."""
         step = target.on_device
         self._store.defer(rows, self._states(target), None if step is None else step.overshoot)
+        if self._learner is not None:
+            self._learner.observe(rows, self._store)
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """See `TokenDrafter`."""
+        proposals = super().propose(rows, target)
+        if self._learner is not None:
+            self._learner.observe(rows, self._store)
+            self._learner.drafted(rows, proposals)
+        return proposals
+
+    def learn(self, learner: Learner) -> None:
+        """Draft with the weights of a learner, and record traffic for it."""
+        self._learner = learner
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """Drop what was learnt from the adapter's requests."""
+        if self._learner is not None:
+            self._learner.forget(digest)
+
+    def _adapter(self, request: Request) -> Any:
+        return super()._adapter(request) if self._learner is None else self._learner.weights(request)
 
     @torch.inference_mode()
     def flush(self) -> None:
