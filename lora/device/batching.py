@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -212,8 +213,8 @@ class StepAdapters:
     def _build(
         self,
         batcher: LoraBatcher,
-        rows: PlanRows,
-        find: Callable[[AdapterVersion], Allocation | None],
+        rows: DraftRows,
+        find: Callable[[Any], Allocation | None],
         *,
         always: bool,
     ) -> LoraBatch | None:

@@ -152,8 +152,6 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
         given["quantization"] = plain_value("quantization", given["quantization"])
     _check_values(given)
     given["learn"] = parse_learn(given.get("learn"))
-    if given["learn"] is not None and method not in LEARNING_METHODS:
-        raise _wrong(f"learn is for {', '.join(LEARNING_METHODS)}; got method {method!r}")
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
     drafts_given = "num_speculative_tokens" in given or rates is not None
@@ -196,6 +194,8 @@ def _method_of(model: object) -> str:
 
 def _check_fit(config: SpeculativeConfig, given: Mapping[str, Any]) -> None:
     """Refuse fields that do not apply to the method."""
+    if config.learn is not None and config.method not in LEARNING_METHODS:
+        raise _wrong(f"learn is for {', '.join(LEARNING_METHODS)}; got method {config.method!r}")
     if config.model is None and config.revision is not None and config.method in IN_TARGET_METHODS:
         raise _wrong(f"revision means nothing to method {config.method} without a model")
     for name in _NOT_FOR_METHOD[config.method]:

@@ -36,7 +36,8 @@ from .setup import build
 from .speculation_totals import SpeculationTotals
 
 _FREED = tuple(
-    "scheduler adapters learner _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables".split()
+    "scheduler adapters _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables"
+    " learner".split()
 )
 """Attributes that hold the engine's memory, which `shutdown` drops."""
 

@@ -40,6 +40,7 @@ from .executor.base import Executor, LocalExecutor
 from .executor.captured import AgreedGraphs, TargetPasses
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
+from .learning import make_learner
 from .load_memory import ADAPTERS, DRAFTER, KV_CACHE, SWAP_SPACE, WARM_UP, WEIGHTS, memory_for
 from .memory.host_store import HostStore
 from .queue.scheduler import Scheduler
@@ -161,7 +162,7 @@ def _build(
         if has_long_steps(config, model):
             adapters.start_reader()
     info = describe(args, config, model, time.perf_counter() - started, parallel.weight_bytes if parallel else 0)
-    learner = _make_learner(config, model, drafter, adapters)
+    learner = make_learner(config, model, drafter, adapters)
     return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host, learner)
 
 
@@ -364,32 +365,11 @@ def _make_adapters(
         and reader_client.pays(torch.get_num_threads(), long_steps=has_long_steps(config, model)),
         num_readers=_num_readers(config.device),
     )
-    learn = None if config.speculative is None else config.speculative.learn
-    if learn is not None:
+    if config.speculative is not None and (learn := config.speculative.learn) is not None:
         hooks = hooks._replace(learnt_rank=learn.rank, num_learners=learn.max_learners)
     if parallel is not None:
         hooks = hooks._replace(on_write=parallel.write_adapter, on_free=parallel.free_adapter)
     return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)
-
-
-@memory_for(DRAFTER)
-def _make_learner(
-    config: EngineConfig, model: LanguageModel, drafter: Drafter, adapters: AdapterManager | NoAdapters
-) -> Learner | None:
-    """Let the drafter learn, if a tenant opted in.
-
-    Raises:
-        InvalidRequestError: its head is of a variant that is not trained.
-    """
-    learn = None if config.speculative is None else config.speculative.learn
-    if learn is None or config.speculative is None or not isinstance(adapters, AdapterManager):
-        return None
-    from ...spec_decode.learning.head_trainer import HeadTrainer  # only if it is used: it imports the training code
-
-    trainer = HeadTrainer(config.speculative, model, learn.rank, learn.learning_rate)
-    learner = Learner(learn, trainer, adapters.learnt, adapters.draft_weights)
-    drafter.learn(learner)
-    return learner
 
 
 def _num_readers(device: str) -> int:

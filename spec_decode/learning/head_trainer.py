@@ -92,7 +92,8 @@ class HeadTrainer:
             config.model or "", draft=True, revision=config.revision, cache_dir=config.download_dir
         )
         tensors, target = head_tensors(folder), _ServedTarget(model)
-        head_config = with_tensors(read_eagle_config(read_json(folder / "config.json"), config.method, model.config), tensors)
+        sizes = read_eagle_config(read_json(folder / "config.json"), config.method, model.config)
+        head_config = with_tensors(sizes, tensors)
         shaped: Any = target
         try:
             with torch.inference_mode(False):

@@ -65,6 +65,10 @@ class Traffic:
             self._count(self.samples.popleft(), -1)
         return max(0, len(ids) - first_label)
 
+    def choose(self, random: Random) -> Sample:
+        """A random sample: half of the time one of the newest quarter, since text drifts."""
+        return self.samples[-1 - int(len(self.samples) * random.random() ** 2)]
+
     def _count(self, sample: Sample, sign: int) -> None:
         self.num_bytes += sign * sample.num_bytes
         self.num_labels += sign * sample.num_labels
