@@ -84,11 +84,12 @@ sanitize: .venv/.dev.stamp ## Test the CPU kernels with the address and undefine
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		$(BIN)/python -m pytest -q -n 0 -p no:cacheprovider --timeout 600 $(SANITIZED) $(ARGS)
 
-lint: .venv/.dev.stamp ## Check format, rules, tests, types, layers and sizes
+lint: .venv/.dev.stamp ## Check format, rules, tests, options, types, layers and sizes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_test_writes.py
+	$(BIN)/python tools/render_options.py --check
 	$(BIN)/lint-imports --no-cache
 	MYPY=$(BIN)/mypy tools/mypy.sh
 

@@ -132,7 +132,7 @@ class DeviceOutcome(NamedTuple):
         return self.unused + self.overshoot
 
 
-def device_slots(
+def device_places(
     block_tables: Sequence[Sequence[int]],
     starts: Sequence[int],
     counts: Sequence[int],
@@ -140,8 +140,9 @@ def device_slots(
     overshoot: Tensor | None,
     most: int,
     device: torch.device,
-) -> Tensor:
-    """Cache slots [T] int64 of B rows of consecutive positions [start - overshoot, start - overshoot + count).
+) -> tuple[Tensor, Tensor]:
+    """Cache slots [T] int64, and positions [T] int64, of B rows of consecutive positions [start - overshoot, start -
+    overshoot + count).
 
     Args:
         overshoot: [B] int64 on the device; None: 0.
@@ -159,7 +160,7 @@ def device_slots(
     if overshoot is not None:
         positions -= overshoot.index_select(0, of)
     at += positions // block_size
-    return table.index_select(0, at).mul_(block_size).add_(positions % block_size)
+    return table.index_select(0, at).mul_(block_size).add_(positions % block_size), positions
 
 
 def host_ids(ids: Sequence[int]) -> Sequence[int]:

@@ -101,8 +101,8 @@ class AdapterManager:
     # --- admission of requests ---
 
     def resolve(self, request: Request) -> None:
-        """Bind a new request to the current version of its adapter's name; see `Catalog.version_of`. The files are read
-        in the background; `admit` raises their errors.
+        """Bind a new request to the current version of its adapter's name; see `Catalog.bind_version`. The files are
+        read in the background; `admit` raises their errors.
 
         Raises:
             AdapterError: a path is not a folder.
@@ -110,7 +110,7 @@ class AdapterManager:
         if request.lora is None:
             return
         self._poll()
-        version = self.catalog.version_of(request.lora)
+        version = self.catalog.bind_version(request.lora)
         self._registry.bind(request, version, self._clock())
         # `admit`, called in the policy's order, serves requests that were refused room first.
         if version.digest not in self._residency.host and not self._aging.any_blocked:

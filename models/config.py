@@ -12,7 +12,7 @@ from ..kernels.paged_attention import Window
 from ..platform.core.errors import UnsupportedModelError
 from .config_values import check_values, number, positive, shown, wrong
 from .expert_config import ExpertConfig, read_experts
-from .families import CLASSIFIER, PRE_NORMS, FamilyTraits, NormNames, supported_architectures, traits_of
+from .families import CLASSIFIER, PRE_NORMS, FamilyTraits, NormNames, find_traits, supported_architectures
 from .families.block import Block
 from .families.chunked_layers import ChunkedLayers
 from .families.gguf_states import FOLDED
@@ -231,7 +231,7 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
     return name
 
 
-def architecture_of(raw: Mapping[str, Any]) -> str:
+def supported_architecture(raw: Mapping[str, Any]) -> str:
     """The first supported architecture that a HF config names.
 
     Raises:
@@ -240,7 +240,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     """
     named = named_architectures(raw)
     for name in named:
-        if traits_of(name) is not None:
+        if find_traits(name) is not None:
             return name
     what = ", ".join(named) or f"none (model_type {raw.get('model_type')!r})"
     ours = ", ".join(supported_architectures())
@@ -257,10 +257,10 @@ def config_from_hf(raw: Mapping[str, Any], dtype: torch.dtype) -> DecoderConfig:
     Raises:
         UnsupportedModelError: the architecture or one of its fields is not supported; `param` names the field.
     """
-    architecture = architecture_of(raw)
+    architecture = supported_architecture(raw)
     check_values(raw)
-    traits = traits_of(architecture)
-    assert traits is not None, "`architecture_of` found it"
+    traits = find_traits(architecture)
+    assert traits is not None, "`supported_architecture` found it"
     try:
         return decoder_config(raw, architecture, dtype, traits)
     except UnsupportedModelError as error:

@@ -45,15 +45,19 @@ class DecoderLayer:
         config = self._config
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden = config.hidden_size
-        qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
-        if config.merged_qkv:
-            qkv = {"self_attn.qkv_proj": heads + 2 * kv_heads}
-        self.qkv = self._linear("qkv", qkv, hidden, bias=config.qkv_bias)
+        self.qkv = self._make_qkv(heads, kv_heads)
         self.o = self._linear("o", {"self_attn.o_proj": hidden}, heads, bias=config.o_bias)
         self.qk_norm: RMSNorm | None = None
         if config.qk_norm:
             repeats = [config.num_heads, config.num_kv_heads]
             self.qk_norm = self._norm(["self_attn.q_norm", "self_attn.k_norm"], config.head_dim, repeats)
+
+    def _make_qkv(self, heads: int, kv_heads: int) -> Linear:
+        """Projection of queries with `heads` elements, and of keys and values with `kv_heads` each."""
+        qkv = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.v_proj": kv_heads}
+        if self._config.merged_qkv:
+            qkv = {"self_attn.qkv_proj": heads + 2 * kv_heads}
+        return self._linear("qkv", qkv, self._config.hidden_size, bias=self._config.qkv_bias)
 
     def _linear(self, name: str, modules: dict[str, int], in_features: int, *, bias: bool) -> Linear:
         names = self._config.names

@@ -9,7 +9,7 @@ from ..platform.core.errors import UnsupportedModelError
 from .config import DecoderConfig, config_from_hf, named_architectures
 from .config_values import check_values, shown
 from .decoder import Decoder
-from .families import traits_of
+from .families import find_traits
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def read_config(raw: Mapping[str, Any], dtype: torch.dtype, impl: str = AUTO) ->
     Raises:
         UnsupportedModelError: the model is not served so; the message says why.
     """
-    is_family = any(traits_of(name) is not None for name in named_architectures(raw))
+    is_family = any(find_traits(name) is not None for name in named_architectures(raw))
     if impl == NATIVE or (impl == AUTO and is_family):
         return config_from_hf(raw, dtype)
     check_values(raw)
@@ -44,7 +44,7 @@ def read_config(raw: Mapping[str, Any], dtype: torch.dtype, impl: str = AUTO) ->
     return found or config_from_hf(raw, dtype)
 
 
-def implementation_of(config: object) -> str:
+def choose_implementation(config: object) -> str:
     """NATIVE or TRANSFORMERS."""
     return NATIVE if isinstance(config, DecoderConfig) else TRANSFORMERS
 

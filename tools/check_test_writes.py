@@ -52,7 +52,7 @@ class Facts:
     """Lines of `setattr(..., raising=False)` and `delattr(..., raising=False)`."""
 
 
-def facts_of(tree: ast.Module) -> Facts:
+def collect_facts(tree: ast.Module) -> Facts:
     """Facts of a module."""
     facts = Facts()
     for node in ast.walk(tree):
@@ -96,7 +96,7 @@ def _add_call(facts: Facts, call: ast.Call) -> None:
 def check(root: Path, external: Mapping[str, str] = EXTERNAL) -> list[str]:
     """One line for each write in the tests of `root` to an attribute that nothing defines."""
     found = {
-        path.relative_to(root): facts_of(ast.parse(path.read_text(encoding="utf-8")))
+        path.relative_to(root): collect_facts(ast.parse(path.read_text(encoding="utf-8")))
         for folder in (*PACKAGE_FOLDERS, *OTHER_FOLDERS)
         for path in sorted((root / folder).rglob("*.py"))
     }

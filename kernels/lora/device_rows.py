@@ -146,7 +146,7 @@ class TritonRows:
         if not groups.max_tiles:
             return None
         config = self._shrink_configs[groups.tile]
-        config = config if norm is None else with_norm(config, x.element_size())
+        config = config if norm is None else with_norm(config)
         splits, h = self._allocate(x, groups, config)
         self._shrink(x, h, groups, splits, config, norm)
         strides = self._b.stride(0), self._live.stride(0)

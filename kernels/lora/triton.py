@@ -43,10 +43,10 @@ EXPAND_SPLITS = {1: MAX_SPLITS, 16: 4, 64: 2}
 """Parts of the shrink's sums that an expand loads at once, by the number of tokens: as many as registers hold."""
 
 
-def with_norm(config: LoRAShrinkConfig, itemsize: int) -> LoRAShrinkConfig:
-    """Config of a shrink that multiplies its inputs by a norm's weights, in float32: with more 16-bit inputs at a time
-    some registers spill on Blackwell."""
-    return config if itemsize == 4 else replace(config, dot_block=min(config.dot_block, 128))
+def with_norm(config: LoRAShrinkConfig) -> LoRAShrinkConfig:
+    """Config of a shrink that multiplies its inputs by a norm's weights, in float32: with more inputs at a time some
+    registers spill."""
+    return replace(config, dot_block=min(config.dot_block, 128))
 
 
 def fit_registers(config: LoRAExpandConfig, alignment: int, itemsize: int, *, embeds: bool) -> LoRAExpandConfig:
@@ -353,7 +353,7 @@ def compile_cases() -> list[CompileCase]:
         cases += [_one_slice(cases[-1])] if one_slice else []
         cases += [_invariant(cases[-1])] if one_slice and tile == 16 else []
         if tile == 16:
-            normed = with_norm(shrinks, 4 if dtype == "fp32" else 2)
+            normed = with_norm(shrinks)
             constants = shrink | {"HAS_NORM": True, "BLOCK": normed.block, "DOT_BLOCK": normed.dot_block}
             cases.append(make_case(f"{name} norm", shrink_kernel, constants, types, **_launch(normed)))
         alignment = 16 if features % 16 == 0 else 1

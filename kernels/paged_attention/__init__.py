@@ -5,7 +5,8 @@
 With `AttentionOptions` the scores have another factor, or a soft cap. Sinks (gpt-oss) are one number for each query
 head, the score of a key without a value, which every query sees.
 
-A query sees only positions up to its own, and within its window or its chunk.
+A query sees only positions up to its own, and within its window or its chunk. In a layer with `WholeRow` the queries of
+a row see each other: all positions up to the row's end.
 
 The cache of a layer is two tensors [Hk, num_blocks, block_size, D]: a selection of whole blocks in dimension 1 leaves
 each head's keys contiguous, as the products need them. The cache has the model's dtype or, for half of the memory,
@@ -14,7 +15,7 @@ float8 e4m3, which holds the numbers as they come: those larger than 448 are cut
 """
 
 from .native import NativeStep, RowArrays, Shape, is_native
-from .options import DEFAULT_OPTIONS, AttentionOptions, Chunks, Window, first_seen, window_size
+from .options import DEFAULT_OPTIONS, AttentionOptions, Chunks, WholeRow, Window, first_seen, window_size
 from .torch import (
     CACHE_FLOAT8,
     LayerKV,
@@ -40,6 +41,7 @@ __all__ = [
     "RowArrays",
     "Shape",
     "ShortGroup",
+    "WholeRow",
     "Window",
     "Workspace",
     "attend_long",

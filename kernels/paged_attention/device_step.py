@@ -14,11 +14,12 @@ from ..rope import Rotation
 from ..staging import staged, to_device
 from .invariant import invariant_attention_kernel, invariant_constants
 from .native import RowArrays
-from .options import Window, window_size
+from .options import WholeRow, Window, window_size
 from .schedule import TILE_FIELDS, Capacity, Layout, Planner, TileGroup
 from .settle import BLOCK, advance_kernel, settle_kernel
 from .torch import LayerKV
-from .triton import Features, attention_constants, attention_kernel, window_kind
+from .triton import Features, attention_constants, attention_kernel
+from .triton_windows import window_kind
 from .whole_prompts import WholePrompts, find_whole_prompts
 from .write import write_constants, write_kernel
 
@@ -299,6 +300,7 @@ class DeviceStep:
         sinks: Tensor | None,
     ) -> None:
         """`_attend_group` after the queries are rotated and the keys are written, batch-invariant."""
+        assert not isinstance(window, WholeRow), "no model with such layers is batch-invariant"
         shape, options, config = self._planner.shape, self._planner.options, group.config
         constants = invariant_constants(
             *(shape, self._block_size, group.block_m, config.block_n),

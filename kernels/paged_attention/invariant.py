@@ -20,7 +20,8 @@ from ..compile_case import CompileCase, make_case
 from ..split_sums import is_last
 from .native import Shape
 from .schedule import INVARIANT_SPLITS, TILE_FIELDS, UNIT_KEYS, invariant_config
-from .triton import attend_chunks, first_in_window, tile_constants
+from .triton import attend_chunks, tile_constants
+from .triton_windows import first_in_window
 
 # Maximum before the first key: finite, so that a difference is never NaN.
 _LEAST = tl.constexpr(-3e38)

@@ -23,6 +23,7 @@ constexpr int TILE_KEYS = 64;       // keys that are read at once
 constexpr int TILE_ROWS = 32;       // query vectors for a tile of keys
 constexpr float KEY_LIMIT = 1e30f;  // the number of torch.py
 constexpr float LEAST = -3e38f;     // maximum before the first key: finite, so that a difference is never NaN
+constexpr int64_t WHOLE_ROW = INT64_MIN;  // window of layers in which the queries of a row see each other
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 19;  // multiply-adds below which waking threads costs more than it saves
 
 struct Step {                       // what all layers share
@@ -43,7 +44,7 @@ struct Layer {                      // strides in elements; heads of a token sid
     int64_t token_stride;           // of q, k and v
     void *key_cache, *value_cache;  // [Hk, num_blocks, block_size, D]; the same if keys are the values too
     int64_t head_stride;            // of the caches
-    int64_t window;                 // 0: none; below 0: chunks of -window positions
+    int64_t window;                 // 0: none; WHOLE_ROW; below 0: chunks of -window positions
     const void *cos, *sin;          // of each token [D], the sines of the first half negated
     int64_t rope_stride;
     const int64_t* rope_rows;       // [T] each token's row of cos and sin; null: their rows are the tokens'
@@ -60,6 +61,7 @@ struct Item {                       // up to TILE_ROWS query vectors of a row an
 };
 
 inline int64_t first_seen(const Step& step, const Layer& layer, int64_t position) {
+    if (layer.window == WHOLE_ROW) return step.first_key;
     if (layer.window < 0) return std::max(step.first_key, position / -layer.window * -layer.window);
     return layer.window ? std::max(step.first_key, position - layer.window + 1) : step.first_key;
 }
@@ -171,7 +173,7 @@ class Tile {
             const E* x = (const E*)layer.q + (token + query) * layer.token_stride + (head + member) * dim_;
             prepare_head(step, layer, x, token + query, head + member, queries_ + n * padded_);
             const int64_t position = step.starts[item.row] + query;
-            last_[n] = position;
+            last_[n] = layer.window == WHOLE_ROW ? item.stop - 1 : position;
             first_[n] = first_seen(step, layer, position);
             maxima_[n] = layer.sinks ? std::max(layer.sinks[head + member], LEAST) : LEAST;
             totals_[n] = zeros();
@@ -313,12 +315,14 @@ std::vector<Item> items_of(const Step& step, const Layer& layer, int64_t* work) 
     *work = 0;
     for (int64_t row = 0; row < step.num_rows; row++) {
         const int64_t count = step.query_lens[row] * fold, length = step.starts[row] + step.query_lens[row];
-        const int64_t seen = layer.window ? std::min(length, std::abs(layer.window) + step.query_lens[row]) : length;
+        const bool is_whole = layer.window == WHOLE_ROW;
+        const int64_t seen = layer.window == 0 || is_whole
+            ? length : std::min(length, std::abs(layer.window) + step.query_lens[row]);
         *work += (8 + count) * seen * step.num_kv_heads * step.head_dim;
         for (int64_t begin = (count - 1) / TILE_ROWS * TILE_ROWS; begin >= 0; begin -= TILE_ROWS) {
             const int64_t end = std::min(begin + TILE_ROWS, count);
             const int64_t first = first_seen(step, layer, step.starts[row] + begin / fold);
-            const int64_t stop = step.starts[row] + (end - 1) / fold + 1;
+            const int64_t stop = is_whole ? length : step.starts[row] + (end - 1) / fold + 1;
             for (int64_t head = 0; head < step.num_kv_heads; head++)
                 items.push_back({row, head, begin, end, first, stop});
         }

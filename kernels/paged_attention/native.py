@@ -15,11 +15,13 @@ from torch import Tensor
 from ..native import DTYPES, FLOAT8, INTEGER, POINTER, function, library
 from ..rms_norm import NormWeight
 from ..rope import Rotation
-from .options import DEFAULT_OPTIONS, AttentionOptions, Chunks, Window
+from .options import DEFAULT_OPTIONS, AttentionOptions, Chunks, WholeRow, Window
 from .torch import CACHE_FLOAT8, LayerKV
 
 MAX_HEAD_DIM = 576
 
+_WHOLE_ROW = -(1 << 63)
+"""Code of `WholeRow` as a window; the number of native.cpp."""
 _ITEM = 8
 """Bytes of an int64."""
 _POINTERS = ("slots", "query_lens", "starts", "token_starts", "table_starts", "blocks")
@@ -77,6 +79,12 @@ def _function() -> Any:
 def is_native(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """True when `NativeStep` serves these heads on this device."""
     return device.type == "cpu" and dtype in DTYPES and shape.head_dim <= MAX_HEAD_DIM and library() is not None
+
+
+def _window_code(window: Window) -> int:
+    if isinstance(window, WholeRow):
+        return _WHOLE_ROW
+    return -window.size if isinstance(window, Chunks) else window or 0
 
 
 class NativeStep:
@@ -157,7 +165,7 @@ class NativeStep:
         _function()(
             *(self._address, start, *((keys, values) if has_keys else (None, None)), width),
             *self._cache(kv),
-            -window.size if isinstance(window, Chunks) else window or 0,
+            _window_code(window),
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0), None if rows is None else rows.data_ptr()),
             *(scale, root, None if sinks is None else sinks.data_ptr(), out.data_ptr()),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -13,20 +14,31 @@ class Chunks(NamedTuple):
     size: int
 
 
-Window: TypeAlias = int | Chunks | None
-"""Range of keys that a query at position p sees: (p - window, p], its chunk up to p, or None: [0, p]."""
+@dataclass(frozen=True, slots=True)
+class WholeRow:
+    """Range of keys in a layer whose queries see each other: a query sees all keys up to its row's end (DFlash)."""
+
+
+Window: TypeAlias = int | Chunks | WholeRow | None
+"""Range of keys that a query at position p sees: (p - window, p], its chunk up to p, [0, end of its row), or None:
+[0, p]."""
+_NO_BOUND = 1 << 30
 Positions = TypeVar("Positions", int, np.ndarray)
 
 
-def first_seen(positions: Positions, window: int | Chunks) -> Positions:
+def first_seen(positions: Positions, window: int | Chunks | WholeRow) -> Positions:
     """First key that the queries at `positions` see, below 0 if a window begins before the text."""
+    if isinstance(window, WholeRow):
+        return positions * 0
     if isinstance(window, Chunks):
         return positions // window.size * window.size
     return positions - window + 1
 
 
-def window_size(window: int | Chunks) -> int:
+def window_size(window: int | Chunks | WholeRow) -> int:
     """Most keys that a query sees."""
+    if isinstance(window, WholeRow):
+        return _NO_BOUND
     return window.size if isinstance(window, Chunks) else window
 
 

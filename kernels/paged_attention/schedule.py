@@ -15,7 +15,7 @@ from .options import DEFAULT_OPTIONS, AttentionOptions
 
 TILE_FIELDS = 8
 """Numbers of a tile: first token, queries (0: an empty tile), position of the first query, index of the row's first
-block in the block table, first position of the row, row; then zeros for alignment."""
+block in the block table, first position of the row, row, queries of the row; then a zero for alignment."""
 # Arrays begin at multiples of 16 bytes: the kernels are recompiled for pointers with another alignment.
 _ALIGNMENT = 4
 
@@ -52,7 +52,7 @@ class Gpu(NamedTuple):
     """Compute capability times ten."""
 
 
-def gpu_of(device: torch.device) -> Gpu:
+def describe_gpu(device: torch.device) -> Gpu:
     """Properties of a CUDA device, or a stand-in for the interpreter, which has no multiprocessors."""
     if device.type != "cuda":
         return Gpu(1, 90)
@@ -328,4 +328,5 @@ def make_tiles(rows: RowArrays, which: np.ndarray[Any, Any], queries: int) -> np
     tiles = np.zeros((len(row), TILE_FIELDS), dtype=np.int64)
     tiles[:, 0], tiles[:, 1], tiles[:, 2] = rows.token_starts[row] + first, num_queries, position
     tiles[:, 3], tiles[:, 4], tiles[:, 5] = rows.table_starts[row], rows.starts[row], row
+    tiles[:, 6] = rows.query_lens[row]
     return tiles[np.argsort(-(position + num_queries), kind="stable")]

@@ -20,25 +20,16 @@ import triton.language as tl
 from ..compile_case import CompileCase, make_case
 from ..split_sums import is_last
 from .native import Shape
-from .options import DEFAULT_OPTIONS, AttentionOptions, Chunks, Window
+from .options import DEFAULT_OPTIONS, AttentionOptions
 from .schedule import MAX_WRITING, MIN_SPLIT_KEYS, TILE_FIELDS, WHOLE_KEYS, default_config, padded_dim
 from .settle import settle_cases
 from .splits import add_parts
+from .triton_windows import IN_ROW, first_in_window
 from .write import rotated, write_cases, write_rotated
 
 # Maximum before the first key: finite, so that a difference is never NaN.
 _LEAST = tl.constexpr(-3e38)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
-IN_CHUNKS = tl.constexpr(2)
-"""Value of HAS_WINDOW for chunks; True for sliding windows."""
-
-
-@triton.jit
-def first_in_window(positions, window, HAS_WINDOW: tl.constexpr):
-    """First key in the window of queries, or in their chunks if HAS_WINDOW is IN_CHUNKS."""
-    if HAS_WINDOW == IN_CHUNKS:
-        return positions // window * window
-    return positions - window + 1
 
 
 @triton.jit
@@ -53,8 +44,11 @@ def _scores(
         # c · tanh(x / c), with c in units of log2(e) like x; exp2 of a large number is infinite, and the quotient 0.
         scores = soft_cap - 2.0 * soft_cap / (1.0 + tl.exp2(scores * (scale * 2.8853900817779268 / soft_cap)))
     if MASKED:
-        seen = (key[None, :] <= positions[:, None]) & (key >= first_key)[None, :]
-        if HAS_WINDOW:
+        if HAS_WINDOW == IN_ROW:
+            seen = ((key <= positions) & (key >= first_key))[None, :]
+        else:
+            seen = (key[None, :] <= positions[:, None]) & (key >= first_key)[None, :]
+        if HAS_WINDOW and HAS_WINDOW != IN_ROW:
             seen = seen & (key[None, :] >= first_in_window(positions, window, HAS_WINDOW)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     return scores
@@ -228,6 +222,8 @@ def attention_kernel(
         return
     position = tl.load(record + 2)
     num_keys = position + num_queries
+    if HAS_WINDOW == IN_ROW:
+        num_keys = tl.load(record + 4) + tl.load(record + 6)
     begin, end, whole_begin, whole_end, used_splits = _chunk_range(
         position, num_keys, first_key, window, split, num_splits, BLOCK_N, MIN_CHUNKS, WHOLE_CHUNKS, HAS_SPLITS,
         TWO_LOOPS, HAS_WINDOW,
@@ -249,9 +245,12 @@ def attention_kernel(
         keys, values, slots + token, head, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, ROTATES, WRITES,
         ROTARY_HALF, NORM, INTERLEAVED,
     )  # fmt: skip
+    seen_until = position + query
+    if HAS_WINDOW == IN_ROW:
+        seen_until = num_keys - 1  # of all queries
     acc, top, total = _attend(
         q_tile, keys, values, table, sinks + query_head, split, begin, end, whole_begin, whole_end, num_keys,
-        scale, soft_cap, position + query, first_key, window,
+        scale, soft_cap, seen_until, first_key, window,
         HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, TWO_LOOPS, HAS_WINDOW, HAS_CAP, HAS_SINKS, PRECISION,
     )  # fmt: skip
     divisor = tl.where(total == 0.0, 1.0, total)  # 0: no key is for this query
@@ -270,11 +269,6 @@ def attention_kernel(
                 out, parts, part_sums, first, tl.load(record).to(tl.int64), num_queries, head, num_splits, used_splits,
                 GROUP, KV_HEADS * GROUP, HEAD_DIM, BLOCK_M, BLOCK_D, SPLITS,
             )  # fmt: skip
-
-
-def window_kind(window: Window) -> int:
-    """Value of HAS_WINDOW for a layer's window."""
-    return IN_CHUNKS.value if isinstance(window, Chunks) else window is not None
 
 
 class Features(NamedTuple):
@@ -338,15 +332,16 @@ def attention_constants(
 def _attention_case(
     name: str, dtype: str, shape: Shape, block_size: int, block_m: int, arch: int = 90, *, cache: str | None = None
 ) -> CompileCase:
-    """Case for Ampere alone or for Hopper and later, with a window, a cap or sinks if in its `name`; `cache`: dtype of
-    the cache, if it differs."""
+    """Case for Ampere alone or for Hopper and later, with a window, row, cap or sinks if in its `name`; `cache`: dtype
+    of the cache, if it differs."""
     is_float32, is_split = dtype == "fp32", block_m <= 64
     config = default_config(block_m, shape.head_dim, 4 if is_float32 else 2, arch, not is_split)
     writes = block_m <= MAX_WRITING
+    window = IN_ROW.value if "row" in name else "window" in name
     constants = attention_constants(
         *(shape, block_size, block_m, config.block_n),
         is_float32=is_float32,
-        features=Features(is_split, "window" in name, "cap" in name, "sinks" in name, True, writes, "norm" in name),
+        features=Features(is_split, window, "cap" in name, "sinks" in name, True, writes, "norm" in name),
     )
     full = f"paged_attention {name}{dtype} d{shape.head_dim} m{block_m}{' ampere' if arch < 90 else ''}"
     return make_case(
@@ -384,6 +379,7 @@ def compile_cases() -> list[CompileCase]:
     for arch in (80, 90):
         cases += [_attention_case("", "bf16", common, 16, block_m, arch) for block_m in (16, 128)]
         cases += [_attention_case("norm ", "bf16", common, 16, m, arch) for m in (16, 32, 128)]
+        cases += [_attention_case("row norm ", "bf16", common, 16, m, arch) for m in (32, 64, 128)]
         cases += [_attention_case("window ", "bf16", common, 16, m, arch) for m in (16, 32, 64, 128)]
         cases += [_attention_case("window cap ", "bf16", wide, 16, m, arch) for m in (16, 32, 64)]
         cases += [_attention_case("window cap ", "bf16", common, 16, m, arch) for m in (16, 128)]

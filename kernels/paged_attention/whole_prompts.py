@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .native import RowArrays, Shape
-from .options import AttentionOptions, Window, window_size
+from .options import AttentionOptions, WholeRow, Window, window_size
 from .torch import LayerKV
 
 
@@ -29,6 +29,8 @@ class WholePrompts(NamedTuple):
     def serves(self, window: Window, sinks: Tensor | None, kv: LayerKV, dtype: torch.dtype) -> bool:
         """True when attention of these rows in a layer is causal and nothing else, and the cache does not round their
         keys."""
+        if isinstance(window, WholeRow):
+            return False
         sees_all = window is None or window_size(window) >= self.longest
         return sees_all and sinks is None and kv.k.dtype == dtype
 

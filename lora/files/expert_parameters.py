@@ -24,7 +24,7 @@ from torch import Tensor
 from ..step_yield import yield_to_steps
 from .peft_config import adapter_error
 from .tensor_file import TensorFile
-from .tensor_keys import ModuleShape, names_of, unwrapped
+from .tensor_keys import ModuleShape, possible_names, unwrapped
 
 _KEY = re.compile(r"^(?P<module>.+\.experts)(?:\.base_layer)*\.lora_A(?P<rest>(?:\.[^.]+)?\.weight)$")
 _TRANSPOSES = (0, 19)
@@ -54,7 +54,7 @@ def split_parameters(
     fits: dict[tuple[str, str], tuple[_Fit | None, str]] = {}
     for match in found:
         configured = unwrapped(match["module"])
-        holder = next((holders[name] for name in names_of(configured) if name in holders), None)
+        holder = next((holders[name] for name in possible_names(configured) if name in holders), None)
         b = f"{match[0].removesuffix('lora_A' + match['rest'])}lora_B{match['rest']}"
         shapes = file.shapes[match[0]], file.shapes.get(b, ())
         if holder is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:

@@ -31,8 +31,8 @@ from .tensor_keys import (
     ModuleShape,
     Owner,
     file_limits,
-    first_of,
     group_keys,
+    summarize_errors,
 )
 from .towers import without_towers
 from .vera_tensors import vera_tensors
@@ -81,7 +81,7 @@ class WeightsReader:
         resize(found, groups, file)
         misfits = [error for module in found.values() if (error := self._misfit(module, config, file.shapes))]
         if misfits:
-            raise first_of(misfits, "modules do not fit")
+            raise summarize_errors(misfits, "modules do not fit")
         own_rows, own_digest = VocabularyReader(file, config, self.model).read(groups, found)
         modules = [
             stored

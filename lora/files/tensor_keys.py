@@ -192,7 +192,7 @@ def group_keys(
             raise adapter_error(f"two tensors for the same weight: {module.keys[part]} and {key}")
         module.keys[part] = key
     if unplaced:
-        raise first_of(unplaced, "tensors of the file have no place")
+        raise summarize_errors(unplaced, "tensors of the file have no place")
     if not any(A in module.keys for module in modules.values()):
         raise adapter_error("the adapter holds no LoRA weights")
     _check_parts(modules)
@@ -239,7 +239,7 @@ def unwrapped(module: str) -> str:
     return module
 
 
-def names_of(configured: str) -> Iterator[str]:
+def possible_names(configured: str) -> Iterator[str]:
     """Possible names in the model of a module of a file."""
     text = _TEXT_MODEL.sub(r"\1", configured, count=1)
     for name in dict.fromkeys(f"{prefix}{given}" for given in (configured, text) for prefix in _INNER):
@@ -252,7 +252,7 @@ def names_of(configured: str) -> Iterator[str]:
 def find_module(module: str, known: Mapping[str, ModuleShape]) -> FileModule | None:
     """Find the model's module of a key. PEFT may have wrapped the inner model, or one around it."""
     configured = unwrapped(module)
-    for name in names_of(configured):
+    for name in possible_names(configured):
         if name in known:
             return FileModule(name, configured, (name,), known[name])
         parent, _, last = name.rpartition(".")
@@ -287,7 +287,7 @@ def _refused(key: str, text: str) -> AdapterError | None:
     return None
 
 
-def first_of(errors: Sequence[AdapterError], what: str) -> AdapterError:
+def summarize_errors(errors: Sequence[AdapterError], what: str) -> AdapterError:
     """Return the error for several tensors or modules: the first one's, and the number of the others."""
     more = f", and {len(errors) - 1} more {what}" if len(errors) > 1 else ""
     return adapter_error(f"{errors[0].message}{more}")

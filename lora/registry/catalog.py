@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...platform.core.errors import (
     AdapterError,
@@ -23,6 +23,7 @@ from ..adapter import DRAFT_LOADED, Adapter, changed_error
 from ..files.folder import AdapterFiles
 from ..tiers.residency import LEAST_URGENT, Residency
 from ..tiers.transfers import ReadDone, Transfers
+from .adapter_stats import AdapterStats
 from .pending_load import PendingLoad, replaced_error
 from .registry import AdapterRegistry
 from .versions import AdapterVersion, VersionPart
@@ -33,32 +34,6 @@ UNLOAD_MODES = ("drain", "abort")
 
 MAX_LOAD_SECONDS = 1024
 """Durations of loads kept until the next `stats`."""
-
-
-class AdapterStats(NamedTuple):
-    """A snapshot for the engine's statistics."""
-
-    adapters: list[AdapterInfo]
-    """Registered adapters that are in memory or in use."""
-    running: list[str]
-    """Names with admitted requests."""
-    waiting: list[str]
-    """Names with requests to be admitted."""
-    load_seconds: list[float]
-    """Durations of the loads that ended since the last snapshot, failed ones too; the latest thousand."""
-    num_adapters: int = 0
-    """Registered adapters."""
-    host_bytes: int = 0
-    rows_used: int = 0
-    """Rank rows of the device that belong to an adapter, or are still being written for one that is gone."""
-    num_rows: int = 0
-    """Rank rows of the device."""
-    load_failures: int = 0
-    """Loads that failed so far."""
-    device_evictions: int = 0
-    """Adapters evicted from the device so far."""
-    host_evictions: int = 0
-    """Adapters evicted from host memory so far."""
 
 
 class Catalog:
@@ -148,7 +123,6 @@ class Catalog:
 
     def _register(self, version: AdapterVersion, adapter: Adapter, *, pinned: bool) -> AdapterVersion:
         """Register a version whose files have been read, and load it into memory."""
-        self._load_seconds.append(adapter.load_seconds)
         checked = self._checked(version, adapter)
         if isinstance(checked, AdapterError):
             raise checked
@@ -200,10 +174,10 @@ class Catalog:
     def finish_read(self, read: ReadDone) -> None:
         """Set the contents that were read, of a version or of a mix's parts. An error fails the requests. The end of a
         read for `load` or `pin` is that call's."""
+        self._load_seconds.append(read.seconds)
         if (load := self._loads.pop(read.version, None)) is not None:
             load.finish(read.result)
             return
-        self._load_seconds.append(read.seconds)
         num_reads = self._transfers.num_reads
         errors = [self._finish_one(part, num_reads + 1) for part in read.parts]  # the mix itself needs room, too
         error = next(filter(None, errors), None)
@@ -309,7 +283,7 @@ class Catalog:
 
     # --- versions for requests ---
 
-    def version_of(self, lora: LoRA) -> AdapterVersion:
+    def bind_version(self, lora: LoRA) -> AdapterVersion:
         """Return the version for a new request, and register its names on first use.
 
         A registered content stays even if its files change: when read again, they are refused. A request that names

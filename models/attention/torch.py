@@ -15,6 +15,7 @@ from ...kernels.paged_attention import (
     LongRow,
     QueryTile,
     ShortGroup,
+    WholeRow,
     Window,
     Workspace,
     attend_long,
@@ -152,7 +153,10 @@ class TorchAttention(AttentionBackend):
         # A padded query repeats its row's last query.
         within = np.minimum(place, query_lens[:, None] - 1)
         tokens = tables.token_starts[rows, None] + within
-        positions = (tables.starts[rows, None] + within)[:, :, None]
+        last_seen = within
+        if isinstance(window, WholeRow):
+            last_seen = np.broadcast_to(query_lens[:, None] - 1, within.shape)
+        positions = (tables.starts[rows, None] + last_seen)[:, :, None]
         key_positions = first[:, None] * tables.block_size + np.arange(num_blocks * tables.block_size)
         hidden = tables.hidden(positions, key_positions[:, None, :], window)
         key_range = None
@@ -192,21 +196,28 @@ class TorchAttention(AttentionBackend):
         token = int(tables.token_starts[row])
         least = max(tables.first_key - base, 0)
         tiles = [
-            self._tile((begin, min(begin + _TILE, count)), start, base, least, window)
+            self._tile((begin, min(begin + _TILE, count)), (start, start + count), base, least, window)
             for begin in range(0, count, _TILE)
         ]
         return LongRow((token, token + count), self._tensor(blocks), tiles)
 
-    def _tile(self, queries: tuple[int, int], start: int, base: int, least: int, window: Window) -> QueryTile:
-        """Tile of some `queries` of a row that starts at position `start`, over keys gathered from position `base` on,
-        of which no query sees the first `least`."""
-        begin, end = queries
+    def _tile(self, queries: tuple[int, int], row: tuple[int, int], base: int, least: int, window: Window) -> QueryTile:
+        """Tile of some `queries` of a row of positions [start, end), over keys gathered from position `base` on, of
+        which no query sees the first `least`."""
+        (begin, end), (start, row_end) = queries, row
+        sees_row = isinstance(window, WholeRow)
         low = least if window is None else max(first_seen(start + begin, window) - base, least)
-        high = start + end - base
-        if high - low == end - begin and (window is None or first_seen(start + end - 1, window) <= start + begin):
+        high = (row_end if sees_row else start + end) - base
+        if (
+            not sees_row
+            and high - low == end - begin
+            and (window is None or first_seen(start + end - 1, window) <= start + begin)
+        ):
             return QueryTile((begin, end), (low, high), None)
         positions = torch.arange(start + begin, start + end, device=self._spec.device)[:, None]
         keys = torch.arange(base + low, base + high, device=self._spec.device)
+        if sees_row:
+            return QueryTile((begin, end), (low, high), self._bias(keys.expand(end - begin, -1) >= row_end))
         hidden = keys > positions
         if window is not None:
             first = first_seen(np.arange(start + begin, start + end), window)
@@ -224,6 +235,7 @@ class InvariantAttention(TorchAttention):
         """See AttentionBackend."""
         ones, tables = [1] * len(positions), zip(rows.block_tables, rows.query_lens, strict=True)
         of_tokens = [table for table, count in tables for _ in range(count)]
+        assert not any(isinstance(window, WholeRow) for window in self._spec.windows), "queries are alone here"
         alone = SequenceRows(rows.token_ids, ones, positions.tolist(), of_tokens, rows.first_key)
         return super().plan(alone, positions, block_size)
 

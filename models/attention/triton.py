@@ -10,7 +10,7 @@ from torch import Tensor
 from ...kernels.paged_attention import RowArrays
 from ...kernels.paged_attention.device_step import DeviceStep
 from ...kernels.paged_attention.prompt_trial import prefers_torch
-from ...kernels.paged_attention.schedule import Capacity, Planner, gpu_of, is_supported
+from ...kernels.paged_attention.schedule import Capacity, Planner, describe_gpu, is_supported
 from ...kernels.tuning import configs_of
 from ..batch import SequenceRows
 from . import AttentionBackend, AttentionSpec
@@ -31,7 +31,7 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec, num_splits: int | None = None) -> None:
         """Prepare launches; `num_splits` programs share a tile's keys, a power of two; None: chosen for the device."""
         self._spec = spec
-        gpu = gpu_of(spec.device)
+        gpu = describe_gpu(spec.device)
         configs = configs_of(spec.device)
         planner = Planner(spec.shape, spec.dtype.itemsize, gpu, num_splits, configs, spec.options, self.invariant)
         self._planner = replace(planner, fuses_prompts=prefers_torch(planner, spec.dtype, spec.device))

@@ -60,7 +60,7 @@ class GgufTensors:
     def find(self, name: str) -> StoredTensor | None:
         """The tensor that a checkpoint calls `name`; None: the file has none."""
         number, whole_name = _NUMBERED.search(name), _NUMBERED.sub("", name)
-        stored = self._name_of(whole_name)
+        stored = self._name_in_file(whole_name)
         if stored in self._tensors:
             whole = self._whole(stored)
             return _stored(whole if number is None else whole.of_part(int(number[1])))
@@ -74,13 +74,13 @@ class GgufTensors:
             halves = [self._part(stored.replace("ssm_in", half)) for half in ("attn_qkv", "attn_gate")]
             return _stacked(halves, _by_key_head(self._config))
         if name.endswith(".shared_mlp.input_linear.weight"):
-            down = self._name_of(name.replace("input", "output"))
+            down = self._name_in_file(name.replace("input", "output"))
             return _stacked([self._part(down.replace("_down", half)) for half in ("_gate", "_up")])
         if number is not None and (half := _HALF.search(whole_name)) is not None:
-            return self._half(self._name_of(_HALF.sub("gate_up", whole_name)), int(number[1]), half[1])
+            return self._half(self._name_in_file(_HALF.sub("gate_up", whole_name)), int(number[1]), half[1])
         return self._of_merged(stored)
 
-    def _name_of(self, name: str) -> str:
+    def _name_in_file(self, name: str) -> str:
         """Name in the file; that of a tensor without a suffix gets one."""
         for pattern, replacement in self._family.renames:
             name = re.sub(pattern, replacement, name)

@@ -22,7 +22,7 @@ from ...platform.core.errors import InvalidRequestError
 from ..batch import kv_dtype
 from ..config import DTYPES, DecoderConfig, stored_dtype
 from ..decoder import Decoder
-from ..families import traits_of
+from ..families import find_traits
 from ..families.multimodal import OUTER, language_name
 from ..implementation import AUTO, build_model, read_config
 from ..layers.cache_scales import scale_slots
@@ -30,7 +30,7 @@ from ..layers.weights import RenamedSlot, WeightSlot
 from ..model import LanguageModel, ModelConfig
 from ..parallel import Ranks, divided_decoder, rank_config
 from ..quantization import unpack
-from ..quantization.rounding import round_int8, rounding_of
+from ..quantization.rounding import choose_rounding, round_int8
 from ..states.layers import state_specs
 from ..transformers_model.model import TransformersModel
 from .gguf_file import is_gguf, read_gguf
@@ -106,11 +106,11 @@ def read_facts(
         max_position_embeddings=config.max_position_embeddings,
         kv_bytes_per_token=elements * kv_dtype(config.dtype, kv_cache_dtype).itemsize,
         state_bytes=sum(spec.num_bytes(config.dtype) for spec in states),
-        quantization=quantization_of(path, config),
+        quantization=find_quantization(path, config),
     )
 
 
-def quantization_of(path: str | Path, config: ModelConfig) -> str | None:
+def find_quantization(path: str | Path, config: ModelConfig) -> str | None:
     """Method by which the weights in `path` are quantised; None: they are not."""
     if config.quantization is not None:
         return config.quantization.method
@@ -124,7 +124,7 @@ def quantization_name(path: str | Path, config: ModelConfig, rounded: str | None
         return f"{rounded} (rounded while loading)"
     if config.quantization is not None:
         return config.quantization.name
-    return quantization_of(path, config) or ""
+    return find_quantization(path, config) or ""
 
 
 @torch.inference_mode()
@@ -173,9 +173,9 @@ def load_model(
         model = build_model(config, device)
     if options.quantization is not None:
         for linear in model.linears():
-            linear.quantize = rounding_of(linear, options.quantization, config.hidden_size)
+            linear.quantize = choose_rounding(linear, options.quantization, config.hidden_size)
         model.embedding.quantize = round_int8
-    model.embedding.single_copy = quantization_of(path, config) is not None
+    model.embedding.single_copy = find_quantization(path, config) is not None
     slots = model.weight_slots()
     tensors = (
         _random_tensors(slots, model, seed)
@@ -297,7 +297,7 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
         return True
     if not isinstance(config, DecoderConfig):
         return False
-    traits, layer = traits_of(config.architecture), _LAYER.search(name)
+    traits, layer = find_traits(config.architecture), _LAYER.search(name)
     is_extra = layer is not None and 0 <= int(layer[1]) - config.num_layers < config.num_extra_layers
     return is_extra or bool(traits and traits.unused and re.search(traits.unused, name))
 

@@ -96,10 +96,15 @@ def _shards(found: Path, param: str, hint: str) -> list[Path]:
     return files
 
 
-def _read_pickle(file: Path, param: str) -> dict[str, StoredTensor]:
+def read_pickle(file: Path, param: str) -> Any:
+    """Content of a pickle of tensors and plain values.
+
+    Raises:
+        InvalidRequestError: it holds other things, or is damaged.
+    """
     try:
         # Files of torch's present format are mapped, and read when they are needed.
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         raise InvalidRequestError(
             f"{file} holds more than tensors, or is damaged, and is not loaded", param=param
@@ -107,6 +112,10 @@ def _read_pickle(file: Path, param: str) -> dict[str, StoredTensor]:
     except Exception as error:  # a damaged pickle raises whatever it runs into
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InvalidRequestError(f"{file} is not a readable file of tensors: {reason}", param=param) from error
+
+
+def _read_pickle(file: Path, param: str) -> dict[str, StoredTensor]:
+    state = read_pickle(file, param)
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise InvalidRequestError(f"{file} is not a mapping of names to tensors", param=param)
     return {str(name): StoredTensor(tuple(tensor.shape), tensor.detach) for name, tensor in state.items()}

@@ -66,7 +66,7 @@ from . import (
 from .multimodal import WRAPPERS
 from .traits import PRE_NORMS, FamilyTraits, NormNames
 
-__all__ = ["CLASSIFIER", "FAMILIES", "PRE_NORMS", "FamilyTraits", "NormNames", "supported_architectures", "traits_of"]
+__all__ = ["CLASSIFIER", "FAMILIES", "PRE_NORMS", "FamilyTraits", "NormNames", "find_traits", "supported_architectures"]
 
 CLASSIFIER = "ForSequenceClassification"
 """End of the names of architectures that have a score matrix in place of a head."""
@@ -131,7 +131,7 @@ FAMILIES: dict[str, FamilyTraits] = {
 """Traits by a name in the `architectures` of config.json."""
 
 
-def traits_of(architecture: str) -> FamilyTraits | None:
+def find_traits(architecture: str) -> FamilyTraits | None:
     """Traits of an architecture, or of the family's decoder beneath a classifier; None: it is not served natively."""
     if not architecture.endswith(CLASSIFIER):
         return FAMILIES.get(architecture)

@@ -80,6 +80,13 @@ class RMSNorm:
         other._weight = self.weight._replace(scale=(self.weight.scale * factors.unsqueeze(1)).contiguous())
         return other
 
+    def of_heads(self, first: int) -> RMSNorm:
+        """Norm of the heads of `repeats` from `first` on."""
+        other = copy(self)
+        scale = self.weight.scale[first:]
+        other._weight = self.weight._replace(scale=scale, repeats=len(scale))
+        return other
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names."""
         return {name: self._slot(name) for name in self._names}

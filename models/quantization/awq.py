@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.weight_files import StoredTensor
-from .base import Format, Grouped, Parts, choice, codes_of, group_size, num_groups
+from .base import Format, Grouped, Parts, choice, group_size, num_groups, unpack_codes
 
 # Place in an int32 of each of the eight outputs that share it.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -49,5 +49,5 @@ def parse(values: Mapping[str, Any]) -> Format:
 def _unpack(packed: Tensor) -> Tensor:
     """Codes [O, n] of int32 [n, O / 8]."""
     rows, outputs = packed.shape[0], packed.shape[1] * 8
-    codes = codes_of(packed, 4, outputs).view(rows, -1, 8)[..., list(_PLACES)]
+    codes = unpack_codes(packed, 4, outputs).view(rows, -1, 8)[..., list(_PLACES)]
     return codes.reshape(rows, outputs).t().contiguous()

@@ -155,7 +155,7 @@ def _errors(module: str, param: str) -> Iterator[None]:
         raise InvalidRequestError(f"the packed weight of {module} cannot be read: {error}", param=param) from error
 
 
-def codes_of(packed: Tensor, bits: int, columns: int) -> Tensor:
+def unpack_codes(packed: Tensor, bits: int, columns: int) -> Tensor:
     """Unpack int32 [R, C], whose lowest bits come first, to codes [R, columns] uint8 of 4 or 8 bits."""
     octets = packed.contiguous().view(torch.uint8)
     if bits == 4:

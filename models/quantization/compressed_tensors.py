@@ -23,7 +23,7 @@ import torch
 from ...kernels.quantized_linear import QuantizedWeight
 from ..checkpoint.weight_files import StoredTensor
 from . import fp8
-from .base import Format, Grouped, Parts, choice, codes_of, group_size, num_groups, unsupported
+from .base import Format, Grouped, Parts, choice, group_size, num_groups, unpack_codes, unsupported
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _PARTS = (
@@ -140,13 +140,13 @@ def _packed(parts: Parts, scheme: _Scheme) -> StoredTensor:
         parts.check("weight_g_idx", (inputs,))
 
     def read() -> Any:
-        codes = codes_of(parts.read("weight_packed", torch.int32), bits, inputs)
+        codes = unpack_codes(parts.read("weight_packed", torch.int32), bits, inputs)
         scales = parts.floats("weight_scale")
         if groups == 1:
             scales = fp8.channel_scales(scales, outputs)
         zeros = index = None
         if "weight_zero_point" in parts:
-            zeros = codes_of(parts.read("weight_zero_point", torch.int32).t(), bits, outputs).t().contiguous()
+            zeros = unpack_codes(parts.read("weight_zero_point", torch.int32).t(), bits, outputs).t().contiguous()
         if "weight_g_idx" in parts:
             index = parts.read("weight_g_idx", torch.int32, torch.int64)
         return Grouped(bits, codes, scales, group, zeros, index).weight()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.weight_files import StoredTensor
-from .base import Format, Grouped, Parts, choice, codes_of, group_size, num_groups, unsupported
+from .base import Format, Grouped, Parts, choice, group_size, num_groups, unpack_codes, unsupported
 
 
 def parse(values: Mapping[str, Any]) -> Format:
@@ -42,8 +42,8 @@ def parse(values: Mapping[str, Any]) -> Format:
             parts.check("g_idx", (inputs,))
 
         def read() -> Any:
-            codes = codes_of(parts.read("qweight", torch.int32).t(), bits, inputs)
-            zeros = (codes_of(parts.read("qzeros", torch.int32), bits, outputs) + added) & mask
+            codes = unpack_codes(parts.read("qweight", torch.int32).t(), bits, inputs)
+            zeros = (unpack_codes(parts.read("qzeros", torch.int32), bits, outputs) + added) & mask
             scales = parts.floats("scales").t().contiguous()
             index = parts.read("g_idx", torch.int32, torch.int64) if "g_idx" in parts else None
             return Grouped(bits, codes, scales, group, zeros.t().contiguous(), index).weight()

@@ -52,7 +52,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], QuantizedWeight]] = {"int8": round_int8,
 """Function for each value of the option `quantization` that does not name the format of a checkpoint."""
 
 
-def rounding_of(
+def choose_rounding(
     linear: Linear, quantization: str, hidden_size: int = _SMALL_HIDDEN
 ) -> Callable[[Tensor], QuantizedWeight] | None:
     """Function for a layer of a model of the hidden size; None: its weights stay as they are."""

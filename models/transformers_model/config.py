@@ -17,7 +17,15 @@ from .experts import find_experts
 from .layers import outer_model
 from .paged_attention import AttentionCall
 from .rotation import replace_rotation
-from .skeleton import build_on_meta, find_architecture, linears_of, name_of, refused, replace_linears, sizes_of
+from .skeleton import (
+    build_on_meta,
+    find_architecture,
+    find_linears,
+    linear_sizes,
+    module_name,
+    refused,
+    replace_linears,
+)
 
 TOKENS = 3
 """Tokens of the dry pass."""
@@ -85,14 +93,14 @@ def _describe(raw: str, architecture: str, dtype: torch.dtype) -> TransformersCo
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
         raise refused(architecture, f"its embedding is a {type(embedding).__name__}, its head a {type(head).__name__}")
-    if name_of(model, head) != "lm_head":
-        raise refused(architecture, f"its head is called {name_of(model, head)}")
+    if module_name(model, head) != "lm_head":
+        raise refused(architecture, f"its head is called {module_name(model, head)}")
     if embedding.weight.shape != head.weight.shape or embedding.embedding_dim != config.hidden_size:
         raise refused(architecture, "its embedding, its head and its hidden states have different sizes")
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         raise refused(architecture, "it has convolutions over tokens, whose state is not kept in blocks")
     quantization = read_format(json.loads(raw))
-    if quantization is not None and not all(type(module) is nn.Linear for module in linears_of(model)):
+    if quantization is not None and not all(type(module) is nn.Linear for module in find_linears(model)):
         raise refused(architecture, "its linear layers are stored transposed, and its weights are quantised")
     dry = _DryPass(architecture, model)
     dry.run()
@@ -193,7 +201,7 @@ class _DryPass:
 
     def _linear(self, name: str, module: nn.Module) -> nn.Module:
         self._kinds_of_linears[name] = isinstance(module, nn.Linear), module.bias is not None
-        return _ShapeLinear(sizes_of(module)[1], self.linears.setdefault(name, []))
+        return _ShapeLinear(linear_sizes(module)[1], self.linears.setdefault(name, []))
 
     def _record(
         self, name: str, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]

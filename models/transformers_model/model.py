@@ -37,7 +37,7 @@ from .layers import (
 from .names import CheckpointNames
 from .paged_attention import NoRotation, PagedLayer, PassState
 from .rotation import replace_rotation
-from .skeleton import build_on_meta, fill_buffers, name_of, replace, replace_linears, sizes_of
+from .skeleton import build_on_meta, fill_buffers, linear_sizes, module_name, replace, replace_linears
 
 
 class TransformersModel:
@@ -88,7 +88,7 @@ class TransformersModel:
     def _put_layers(self) -> None:
         config, model = self.config, self._outer
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        table_name = name_of(model, embedding)
+        table_name = module_name(model, embedding)
         self.embedding = Embedding(
             config.vocab_size,
             config.hidden_size,
@@ -153,8 +153,8 @@ class TransformersModel:
         first = modules[names[0]]
         linear = Linear(
             names[0],
-            [(name, sizes_of(modules[name])[1]) for name in names],
-            sizes_of(first)[0],
+            [(name, linear_sizes(modules[name])[1]) for name in names],
+            linear_sizes(first)[0],
             bias=first.bias is not None,
             dtype=self.config.dtype,
             device=self.device,

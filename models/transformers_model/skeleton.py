@@ -103,7 +103,7 @@ def _check_sizes(raw: Mapping[str, Any], architecture: str) -> None:
             raise refused(architecture, f"config.json: {key:.80} is larger than {_MOST_LAYERS}")
 
 
-def linears_of(model: nn.Module) -> dict[nn.Module, str]:
+def find_linears(model: nn.Module) -> dict[nn.Module, str]:
     """Plain Linear and Conv1D modules, and their names."""
     from transformers.pytorch_utils import Conv1D
 
@@ -112,7 +112,7 @@ def linears_of(model: nn.Module) -> dict[nn.Module, str]:
 
 def replace_linears(model: nn.Module, make: Callable[[str, nn.Module], nn.Module], keep: object = None) -> None:
     """Put `make(name, module)` in the place of every plain Linear and Conv1D, except `keep`."""
-    for module, name in linears_of(model).items():
+    for module, name in find_linears(model).items():
         if module is not keep:
             replace(model, name, make(name, module))
 
@@ -123,12 +123,12 @@ def replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-def name_of(model: nn.Module, wanted: nn.Module) -> str:
+def module_name(model: nn.Module, wanted: nn.Module) -> str:
     """Name of a submodule."""
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
-def sizes_of(module: Any) -> tuple[int, int]:
+def linear_sizes(module: Any) -> tuple[int, int]:
     """Input and output features of a Linear or a Conv1D."""
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (module.nx, module.nf)
 

@@ -13,12 +13,13 @@ from ..client.kernel_configs import use_kernel_configs
 from ..client.text.chat_template import TAKEN_VARIABLES
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError
+from ..core.option import declared_options
 from ..http.server_config import ServerConfig
 from .options.adapter_options import LoraModule, adapter_sources, enable_lora, lora_modules
 from .options.api_keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, given_keys
 from .options.database_option import given_database
 from .options.engine_options import add_engine_options, given_options, resolve_engine
-from .options.field_flags import flag, given_fields
+from .options.field_flags import flag
 from .options.model_names import ModelNames, names_of_model
 from .options.parser import CONFIG_FLAG, Parser
 from .options.server_options import add_server_options
@@ -86,13 +87,13 @@ def run_with(namespace: argparse.Namespace, work: Callable[[EngineArgs, ServerCo
     try:
         return work(args, config)
     except OutriderError as error:
-        option = _option_of(error, args)
+        option = _find_option(error, args)
         if option is None:
             raise
         raise OutriderError(f"argument {flag(option)}: {error.message}", param=error.param) from error
 
 
-def _option_of(error: OutriderError, args: EngineArgs) -> str | None:
+def _find_option(error: OutriderError, args: EngineArgs) -> str | None:
     """The option that caused an error at the start of the engine, if any."""
     param = (error.param or "").partition(".")[0].partition("[")[0]
     if param == "model":  # other folders are read by the same functions
@@ -158,24 +159,24 @@ def _template_variables(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _log_requests(namespace: argparse.Namespace) -> bool:
-    """True when each request gets a line in the log.
+def _log_requests(wanted: bool | None, config: ServerConfig) -> bool:
+    """True when each request gets a line in the log; None is the default for the other options.
 
     Raises:
         InvalidRequestError: --log-prompts without those lines.
     """
-    if namespace.log_requests is None:
-        return namespace.log_format == "json" or namespace.log_level in ("debug", "info") or namespace.log_prompts
-    if namespace.log_prompts and not namespace.log_requests:
+    if wanted is None:
+        return config.log_format == "json" or config.log_level in ("debug", "info") or config.log_prompts
+    if config.log_prompts and not wanted:
         raise InvalidRequestError("needs the lines that --no-log-requests turns off", param="log_prompts")
-    return bool(namespace.log_requests)
+    return wanted
 
 
-def _check_installed(namespace: argparse.Namespace) -> None:
+def _check_installed(config: ServerConfig) -> None:
     """Refuse an option whose package is not installed."""
     for option, is_wanted, package, extra in (
-        ("otlp_endpoint", namespace.otlp_endpoint is not None, "opentelemetry.sdk", "tracing"),
-        ("log_format", namespace.log_format == "json", "pythonjsonlogger", "serve"),
+        ("otlp_endpoint", config.otlp_endpoint is not None, "opentelemetry.sdk", "tracing"),
+        ("log_format", config.log_format == "json", "pythonjsonlogger", "serve"),
     ):
         try:
             found = not is_wanted or importlib.util.find_spec(package) is not None
@@ -186,29 +187,32 @@ def _check_installed(namespace: argparse.Namespace) -> None:
 
 
 def _server_config(namespace: argparse.Namespace, names: ModelNames, modules: Mapping[str, LoraModule]) -> ServerConfig:
-    """The options of the table in `server_options`; those that have a field's name are its value."""
-    _check_installed(namespace)
+    """The options of the server: fields of `ServerConfig`, and those of the table in `server_options`."""
+    declared = declared_options(ServerConfig)
+    given = ServerConfig(**{name: getattr(namespace, name) for name in declared if hasattr(namespace, name)})
+    _check_installed(given)
     database = given_database(namespace)
     if database is not None and namespace.api_key:
         raise InvalidRequestError(
             "not allowed together with --database, whose keys are those of its tenants", param="api_key"
         )
-    if namespace.shared_limits and database is None:
+    if given.shared_limits and database is None:
         raise InvalidRequestError("needs --database, in which servers count together", param="shared_limits")
-    fields = given_fields(ServerConfig, namespace) | {
-        "api_keys": given_keys(namespace.api_key, API_KEY_VARIABLE, "api_key") if database is None else (),
-        "admin_api_keys": given_keys(namespace.admin_api_key, ADMIN_API_KEY_VARIABLE, "admin_api_key"),
-        "database": database,
-        "journal": namespace.journal or None,
-        "served_model_names": names.shown,
-        "model_aliases": names.aliases,
-        "lora_modules": {name: module.path for name, module in modules.items()},
-        "lora_draft_paths": {name: module.draft_path for name, module in modules.items() if module.draft_path},
-        "lora_sources": adapter_sources(namespace),
-        "lora_roots": namespace.lora_root,
-        "chat_template": _chat_template(namespace.chat_template),
-        "chat_template_kwargs": _template_variables(namespace.default_chat_template_kwargs),
-        "cors_origins": namespace.cors_origin,
-        "log_requests": _log_requests(namespace),
-    }
-    return ServerConfig(**fields)
+    return dataclasses.replace(
+        given,
+        api_keys=given_keys(namespace.api_key, API_KEY_VARIABLE, "api_key") if database is None else (),
+        admin_api_keys=given_keys(namespace.admin_api_key, ADMIN_API_KEY_VARIABLE, "admin_api_key"),
+        database=database,
+        journal=given.journal or None,
+        served_model_names=names.shown,
+        model_aliases=names.aliases,
+        lora_modules={name: module.path for name, module in modules.items()},
+        lora_draft_paths={name: module.draft_path for name, module in modules.items() if module.draft_path},
+        lora_sources=adapter_sources(namespace),
+        lora_roots=namespace.lora_root,
+        lora_remote=namespace.lora_remote or (),
+        chat_template=_chat_template(namespace.chat_template),
+        chat_template_kwargs=_template_variables(namespace.default_chat_template_kwargs),
+        cors_origins=namespace.cors_origin,
+        log_requests=_log_requests(namespace.log_requests, given),
+    )

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import gc
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from ..core.errors import InvalidRequestError, OutriderError
 from .adapter_rank import largest_rank
 from .completions import complete, completed, put_in_order
 from .draft_trial import describe_trial
-from .options.field_flags import add_field_flag, given_fields
+from .options.field_flags import add_flags, given_fields
 
 if TYPE_CHECKING:
     from ...spec_decode.training.data import Reader, Sample
@@ -27,6 +26,7 @@ _DESCRIPTION = """\
 Train a drafter by distillation from a target model, or from the target with an adapter.
 
   eagle3, eagle, medusa   a head, written in the public format of its kind
+  dflash, dspark          a drafter of whole blocks, likewise
   draft-lora              draft weights of an adapter for the drafter --draft, written as a PEFT adapter: the
                           folder draft/ of the adapter, or draft/<method>/
 
@@ -50,14 +50,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="where the weights, the log and the checkpoint go"
     )
-    groups: dict[str, Any] = {}
-    hints = typing.get_type_hints(TrainOptions)
-    for field in dataclasses.fields(TrainOptions):
-        if not field.metadata:
-            continue
-        title = field.metadata["group"]
-        groups.setdefault(title, parser.add_argument_group(title))
-        add_field_flag(groups[title], field, hints[field.name], field.metadata["help"], field.metadata.get("choices"))
+    add_flags(parser, TrainOptions)
     parser.set_defaults(run=run)
 
 

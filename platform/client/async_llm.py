@@ -28,7 +28,7 @@ from .adapters.sources import AdapterSources
 from .engine_factory import DEFAULT_ENGINE, check_life_options, engine_args, missing_attribute
 from .input_processor import InputProcessor
 from .kernel_configs import use_kernel_configs
-from .metrics import Metric, metrics_of
+from .metrics import Metric, collect_metrics
 from .output_processor import OutputProcessor
 from .prepared import ParsedPrompt, RequestOptions
 from .process.supervisor import EngineSpec
@@ -185,7 +185,7 @@ class AsyncLLM:
     async def get_metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
         info = await self.start()
-        return metrics_of(info.model, await self.stats(), self.output_processor.totals)
+        return collect_metrics(info.model, await self.stats(), self.output_processor.totals)
 
     async def start_profile(self, folder: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         """See `LLM.start_profile`; it is the engine's process that is profiled."""

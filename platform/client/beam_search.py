@@ -6,13 +6,12 @@ block of tokens. Without prefix caching it computes everything again.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from ..core.errors import OutriderError, invalid
-from ..core.lora_request import LoRA
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, quote_for_error
@@ -185,14 +184,14 @@ def _search_part(llm: LLM, searches: list[BeamSearch], step: SamplingParams, opt
 async def search_async(
     prepared: Prepared,
     params: BeamSearchParams,
-    generate: Callable[[int, Prompt, LoRA | None], AsyncIterator[RequestOutput]],
+    generate: Callable[[int, Prompt], Awaitable[RequestOutput]],
     on_step: Callable[[int], None] | None,
 ) -> BeamSearchOutput:
-    """The work of `AsyncLLM.beam_search`. `generate` gets the index of a beam, the beam, and the adapter."""
+    """The work of `AsyncLLM.beam_search`. `generate` gets the index of a beam, and the beam."""
     search = BeamSearch(prepared.sequences()[0], params)
 
     async def candidates(index: int, beam: Prompt) -> dict[int, Logprob]:
-        return _candidates([output async for output in generate(index, beam, search.request.lora)][-1])
+        return _candidates(await generate(index, beam))
 
     while prompts := search.prompts():
         search.extend(await run_all([candidates(index, beam) for index, beam in enumerate(prompts)]))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError, invalid
-from ..core.logs import trace_of
+from ..core.logs import format_trace
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
@@ -36,7 +36,7 @@ from .engine_factory import (
 )
 from .input_processor import InputProcessor, check_request_id, take_options
 from .local_engine import LocalEngine
-from .metrics import Metric, metrics_of
+from .metrics import Metric, collect_metrics
 from .output_processor import OutputProcessor, RequestState
 from .prepared import ParsedPrompt, Prepared, RequestOptions
 from .profile_folder import profile_folder
@@ -253,7 +253,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """See `LLM.get_metrics`."""
-        return metrics_of(self.engine_info.model, self.stats(), self.output_processor.totals)
+        return collect_metrics(self.engine_info.model, self.stats(), self.output_processor.totals)
 
     def start_profile(self, folder: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         """See `LLM.start_profile`."""
@@ -345,7 +345,7 @@ class LLMEngine:
             try:
                 self.engine.step()
             except Exception as error:
-                logger.warning("a step after the last request failed: %s", trace_of(error))
+                logger.warning("a step after the last request failed: %s", format_trace(error))
                 return
 
     def abort_states(self, states: Sequence[RequestState]) -> None:

@@ -122,7 +122,7 @@ class RequestTotals:
             add["request_time_per_output_token_seconds"]((end - first) / (max(lengths) - 1))
 
 
-def metrics_of(model: str, stats: EngineStats, totals: RequestTotals) -> list[Metric]:
+def collect_metrics(model: str, stats: EngineStats, totals: RequestTotals) -> list[Metric]:
     """All metrics of an engine and of its client's finished requests."""
     labels = {"model_name": model, "engine": "0"}
     return [*_of_engine(labels, stats), *_of_requests(labels, totals), *_of_speculation(labels, stats)]

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..core.errors import OutriderError, error_from_info, invalid
-from ..core.logs import trace_of
+from ..core.logs import format_trace
 from ..core.lora_request import LoRA
 from ..core.messages import EngineRequest, SpeculationCounts, TokenDelta
 from ..core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from .metrics import RequestTotals
 from .prepared import Prepared
 from .text.detokenizer import IncrementalDetokenizer
-from .text.vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, vocabulary_of
+from .text.vocabulary import PromptLogprobs, TokenTexts, logprobs_without_text, read_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class SequenceState:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids)
             if params.logprobs is not None:
                 at_start = not self._detokenizer.has_text_before
-                self._texts = TokenTexts(vocabulary_of(tokenizer), params.skip_special_tokens, at_start)
+                self._texts = TokenTexts(read_vocabulary(tokenizer), params.skip_special_tokens, at_start)
         self._taken_tokens = 0
         self._taken_chars = 0
         self.has_changed = False
@@ -134,7 +134,7 @@ class RequestState:
         self.pooled: list[float] | None = None
         """Pooled hidden states of the prompt, if requested."""
         self._lora = lora
-        self._vocabulary = vocabulary_of(prepared.tokenizer) if prepared.params.detokenize else None
+        self._vocabulary = read_vocabulary(prepared.tokenizer) if prepared.params.detokenize else None
 
     @property
     def finished(self) -> bool:
@@ -264,7 +264,7 @@ class OutputProcessor:
             except OutriderError as error:
                 aborts.extend(self._fail(state, error))
             except Exception as error:  # one request's text must not stop the others
-                logger.error("Cannot process the output of request %s: %s", state.request_id, trace_of(error))
+                logger.error("Cannot process the output of request %s: %s", state.request_id, format_trace(error))
                 # Not what it says: that may quote the text.
                 aborts.extend(self._fail(state, OutriderError(f"internal error: {type(error).__name__}")))
             if sequence.finish_reason is not None:

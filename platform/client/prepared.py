@@ -99,7 +99,7 @@ class Prepared:
             EngineRequest(
                 request_id=engine_id if n == 1 else f"{engine_id}#{index}",
                 prompt_token_ids=token_ids,
-                params=self._params_of(index),
+                params=self._sequence_params(index),
                 eos_token_ids=self.processor.eos_token_ids,
                 lora=self.lora if lora is None else lora,
                 priority=options.get("priority", 0),
@@ -113,7 +113,7 @@ class Prepared:
             for index in range(n)
         ]
 
-    def _params_of(self, index: int) -> SamplingParams:
+    def _sequence_params(self, index: int) -> SamplingParams:
         params = self.params
         return params if params.n == 1 else params.sibling(_child_seed(params.seed, index), is_first=not index)
 

@@ -9,11 +9,12 @@ import time
 import uuid
 from collections import ChainMap
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.errors import EngineDeadError, OutriderError, ShuttingDownError
-from ..core.lora_request import LoRA
+from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, TokenDelta
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
@@ -73,7 +74,7 @@ class RequestStreams:
         tokenizer, eos_token_ids = await asyncio.to_thread(load_text_side, self._args, info)
         self._defaults.read_model(info.model)
         self.pacer.shares_cores = info.device == "cpu"
-        known = ChainMap(self.adapters.requests, demo_lora_requests(self._args))
+        known = ChainMap(cast(dict[str, LoRARequest], self.adapters.requests), demo_lora_requests(self._args))
         input_processor = InputProcessor(tokenizer, info, eos_token_ids)
         requests = RequestMaker(input_processor, lambda: known, self._sources, self._defaults, self.adapters.requests)
         self._text_side = TextSide(requests, OutputProcessor())
@@ -203,8 +204,11 @@ class RequestStreams:
         prepared = await self.prepare(prompt, checked, search_id, lora_request=lora_request, **options)
         step = checked.clone(max_tokens=1)
 
-        def generate(index: int, beam: Prompt, lora: LoRA | None) -> AsyncIterator[RequestOutput]:
-            return self.generate(beam, step, f"{search_id}-{index}", lora, False, options.copy())
+        async def generate(index: int, beam: Prompt) -> RequestOutput:
+            one = await self.prepare(beam, step, f"{search_id}-{index}", lora_request=prepared.lora, **options.copy())
+            one = replace(one, loaded=prepared.loaded)  # an adapter that is unloaded meanwhile is an error
+            async with contextlib.aclosing(self.run(one)) as outputs:
+                return [output async for output in outputs][-1]
 
         with self.engine.admitted():
             return await search_async(prepared, params, generate, on_step)

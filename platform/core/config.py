@@ -6,121 +6,36 @@ machine, and a declared table of incompatible options.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from . import incompatibilities
 from .compat.unsupported_options import accepts_unsupported_options
 from .compat.vllm_options import ENGINE, plain_value
+from .engine_options import CacheOptions, LoRAOptions, ModelOptions, SchedulingOptions, SpeculationOptions
 from .errors import InvalidRequestError, invalid
 from .kv_size import cache_memory, num_device_blocks, num_host_blocks
+from .option import declared_options
 from .quantization import rounding
-from .sampling_params import MAX_SEED, check_integer, check_number, check_text
-from .sizes import parse_bytes, parse_length
+from .sizes import parse_bytes
 from .speculative_config import SpeculativeConfig, parse_speculative
 from .state_size import StateConfig, most_sequences, state_config
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "device": ("auto", "cpu", "cuda"),
-    "load_format": ("auto", "dummy"),
-    "model_impl": ("auto", "native", "transformers"),
-    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3"),
-    "scheduling_policy": ("fcfs", "priority", "fair"),
-    "preemption_mode": ("recompute", "swap"),
-    "distributed_executor_backend": ("mp", "ray", "uni"),
-}
-"""Values of options that are words."""
-_MAX_COST = 1e6
-
 
 @accepts_unsupported_options(ENGINE)
-@dataclass(slots=True, kw_only=True)
-class EngineArgs:
+@dataclass(kw_only=True)
+class EngineArgs(ModelOptions, SchedulingOptions, CacheOptions, LoRAOptions, SpeculationOptions):
     """Engine options with the names that vLLM's users know."""
-
-    model: str | None = None
-    """A HF directory or hub id; None is the embedded demo model."""
-    revision: str | None = None
-    """Branch, tag or commit of the hub id; the same for the tokenizer's."""
-    tokenizer: str | None = None
-    tokenizer_revision: str | None = None
-    skip_tokenizer_init: bool = False
-    """Load no tokenizer: prompts are token ids, answers have token ids and no text."""
-    download_dir: str | None = None
-    """The hub's cache; None: the default of its library."""
-    served_model_name: str | None = None
-    generation_config: str = "auto"
-    """Sampling parameters of requests that leave them out: of the model's generation_config.json ("auto"), of a file
-    or the one in a folder, or none of any file ("none", or vLLM's word "vllm")."""
-    override_generation_config: dict[str, Any] | None = None
-    """Sampling parameters, by the names of a generation_config.json, that take precedence over those of any file."""
-    dtype: str = "auto"
-    device: str = "auto"
-    load_format: str = "auto"
-    """"auto", or "dummy" for random weights."""
-    quantization: str | None = None
-    """"int8", "int4" or "fp8": quantise weights while they are loaded; None, or the method of a quantised checkpoint,
-    such as "gptq": as they are stored."""
-    model_impl: str = "auto"
-    """Code that computes the model: "native", "transformers" (its modelling code over this engine's cache and linear
-    layers), or "auto": native if there is a family for the architecture."""
-    seed: int = 0
-    max_model_len: int | None = None
-    """Context length in tokens, also as "4k" (4000) or "4K" (4096); None, "auto" or -1: the model's."""
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_logprobs: int = 20
-    """Largest number of log-probabilities at a position; -1: the whole vocabulary."""
-    block_size: int = 16
-    num_gpu_blocks_override: int | None = None
-    """Exact number of KV blocks, on any device."""
-    kv_cache_memory_bytes: int | None = None
-    kv_cache_dtype: str = "auto"
-    """"auto": the model's; "fp8" (the same as "fp8_e4m3"): 8 bits a number, rounded, and at most 448 in size."""
-    gpu_memory_utilization: float = 0.9
-    swap_space: float = 0.0
-    """GiB of host memory for KV blocks evicted from the device; see `platform.engine.memory.host_tier`."""
-    preemption_mode: str | None = None
-    """"swap" or "recompute": get the KV of a preempted sequence back from swap_space, or recompute it; None: the faster
-    one by measured times."""
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    prompt_pacing: bool | None = None
-    """Limit the prompt tokens of a step that also decodes, so that running sequences hardly slow down; see
-    `platform.engine.queue.prompt_throttle`. None: yes, except in `LLM`, whose users wait for the last output. It needs
-    chunked prefill."""
-    scheduling_policy: str = "fcfs"
-    fair_prompt_cost: float = 1.0
-    """Price of the fair policy, as are the next two: see `FairConfig`."""
-    fair_output_cost: float = 2.0
-    fair_rejected_draft_cost: float = 1.0
-    max_num_queued_reqs: int | None = None
-    enable_lora: bool = False
-    max_loras: int = 8
-    max_cpu_loras: int | None = None
-    max_lora_rank: int = 64
-    lora_memory: int | str | None = None
-    """Device memory for adapters' rank rows, in bytes or as "512MiB"; None: max_loras * max_lora_rank rows."""
-    max_cpu_lora_memory: int | str | None = None
-    """Host memory for adapters, in addition to `max_cpu_loras`; None: no limit in bytes."""
-    speculative_config: dict[str, Any] | None = None
-    batch_invariant: bool = False
-    """Compute each row so that its bits do not depend on other rows of the batch."""
-    enforce_eager: bool = False
-    async_scheduling: bool | None = None
-    """Plan and prepare a step on the host while the one before it runs; None: on a GPU."""
-    tensor_parallel_size: int = 1
-    """Processes that compute the model together, each with its share of every layer: one for each GPU."""
-    distributed_executor_backend: str | None = None
-    """"mp": processes of this machine; "ray": actors of a Ray cluster; "uni": one process. None: mp if there are
-    several ranks. One rank is always one process."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "load_format", "model_impl", "quantization"):
             setattr(self, name, plain_value(name, getattr(self, name)))
         self.quantization = None if self.quantization in ("none", "None") else self.quantization
-        self.max_model_len = parse_length("max_model_len", self.max_model_len)
+        for name, option in ENGINE_OPTIONS.items():
+            if option.parse is not None and option.kind is int and getattr(self, name) is not None:
+                setattr(self, name, option.parse(name, getattr(self, name)))
+
+
+ENGINE_OPTIONS = declared_options(EngineArgs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,36 +155,13 @@ class EngineConfig:
     num_ranks: int = 1
     """Processes that compute the target, each its share."""
     executor_backend: str = "uni"
-    """One of `CHOICES["distributed_executor_backend"]`: "uni" for one rank."""
-
-
-def _check_value(name: str, kind: str, value: Any) -> None:
-    """Refuse a value that is wrong for every model and machine. `kind` is the field's type, as it is written."""
-    if value is None and "None" in kind:
-        return
-    if name in CHOICES:
-        if value not in CHOICES[name]:
-            raise invalid(name, f"must be one of {', '.join(CHOICES[name])}; got {value!r}")
-    elif name in ("lora_memory", "max_cpu_lora_memory"):
-        parse_bytes(name, value)
-    elif kind.startswith("bool"):
-        if not isinstance(value, bool):
-            raise invalid(name, f"must be true or false, got {value!r}")
-    elif kind.startswith("int"):
-        check_integer(name, value, {"seed": -MAX_SEED - 1, "max_logprobs": -1}.get(name, 1))
-    elif kind.startswith("str"):
-        check_text(name, value)
-    elif name == "gpu_memory_utilization":
-        check_number(name, value, 0.0, 1.0, low_open=True)
-    elif kind == "float":
-        # Output must cost something: an account that is charged nothing would always be next.
-        check_number(name, value, 0.0, _MAX_COST, low_open=name == "fair_output_cost")
+    """"mp", "ray", or "uni" for one rank."""
 
 
 def check_args(args: EngineArgs) -> None:
     """Refuse options that are wrong whatever the model: `InvalidRequestError` with the option in `param`."""
-    for item in fields(args):
-        _check_value(item.name, str(item.type), getattr(args, item.name))
+    for name, option in ENGINE_OPTIONS.items():
+        option.check(getattr(args, name))
     for holds, name, message in incompatibilities.OPTIONS:
         if holds(args):
             raise InvalidRequestError(message, param=name)
@@ -279,7 +171,7 @@ def _bytes(name: str, value: int | str | None) -> int | None:
     return None if value is None else parse_bytes(name, value)
 
 
-def _lora_config(args: EngineArgs) -> LoRAConfig | None:
+def _lora_config(args: LoRAOptions) -> LoRAConfig | None:
     if not args.enable_lora:
         return None
     return LoRAConfig(
@@ -309,7 +201,7 @@ def _cache_config(
     )
 
 
-def _fair_config(args: EngineArgs) -> FairConfig:
+def _fair_config(args: SchedulingOptions) -> FairConfig:
     return FairConfig(
         prompt_cost=args.fair_prompt_cost,
         output_cost=args.fair_output_cost,

@@ -143,6 +143,13 @@ class ConstraintChecker:
         except OSError as error:  # out of processes or memory
             raise ConstraintCheckError(f"the process that checks constraints cannot start: {error.strerror}") from error
 
+    def interrupt(self) -> None:
+        """Kill the process without waiting for the constraint that it checks. Its check ends with an error, or is done
+        again by a new process."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def close(self) -> None:
         """End the process; the next constraint starts another one."""
         with self._asking:

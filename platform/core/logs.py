@@ -51,7 +51,7 @@ def format_in_use() -> LogFormat:
     return _in_use
 
 
-def trace_of(error: BaseException | None) -> str:
+def format_trace(error: BaseException | None) -> str:
     """Traceback of an exception with the classes of it and its causes. Their messages are left out, except those of
     `OutriderError`."""
     if error is None:
@@ -70,7 +70,7 @@ _ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | 
 
 def _shown_exception(formatter: logging.Formatter, info: _ExcInfo) -> str:
     if current_request_id.get() and not _with_prompts:
-        return trace_of(info[1])
+        return format_trace(info[1])
     return logging.Formatter.formatException(formatter, info)
 
 
@@ -90,7 +90,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
-        fields = fields_of(record)
+        fields = extra_fields(record)
         text = label_text(super().formatMessage(record))
         return " ".join([text, *(f"{name}={_shown(value)}" for name, value in fields.items())])
 
@@ -119,7 +119,7 @@ def json_formatter(process: str) -> logging.Formatter:
                 "process": process,
                 "message": label_text(record.message),
                 **{name: value for name, value in record.__dict__.items() if name not in standard},
-                **fields_of(record),
+                **extra_fields(record),
                 **message_dict,
             }
             request_id = current_request_id.get()
@@ -143,7 +143,7 @@ def with_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"fields": dict(fields)}
 
 
-def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
     """Fields of a record that were given with `with_fields`."""
     fields = getattr(record, "fields", None)
     return fields if isinstance(fields, dict) else {}

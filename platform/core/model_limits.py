@@ -64,10 +64,10 @@ def check_params(
     for word in params.bad_words_token_ids:
         if not word:
             raise InvalidRequestError("bad_words: a word has no tokens", param="bad_words")
-    check_tokens_of(params, vocab_size if num_token_ids is None else num_token_ids)
+    check_params_tokens(params, vocab_size if num_token_ids is None else num_token_ids)
 
 
-def check_tokens_of(params: SamplingParams, vocab_size: int) -> None:
+def check_params_tokens(params: SamplingParams, vocab_size: int) -> None:
     """Refuse (InvalidRequestError) parameters with a token id that is not below `vocab_size`."""
     check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     check_token_ids("logit_bias", params.logit_bias or (), vocab_size)

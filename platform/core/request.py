@@ -22,6 +22,9 @@ class Drafts(NamedTuple):
     probs: Any = None
     """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
     (n-gram), or when the request's verification does not need it."""
+    survival: Any = None
+    """Tensor [len(token_ids)] float32, falling: the drafter's own estimate that a draft and all before it are accepted;
+    None: it has none. Reading it on the host may wait for the device."""
     forced: bool = False
     """True if a grammar allows no other tokens; they are verified whether or not a drafter is in use."""
     drafter: int = 0
@@ -31,7 +34,8 @@ class Drafts(NamedTuple):
         """The first `k` drafts."""
         if k >= len(self.token_ids):
             return self
-        return self._replace(token_ids=self.token_ids[:k], probs=None if self.probs is None else self.probs[:k])
+        probs, survival = (None if part is None else part[:k] for part in (self.probs, self.survival))
+        return self._replace(token_ids=self.token_ids[:k], probs=probs, survival=survival)
 
 
 NO_DRAFTS = Drafts([])
@@ -59,6 +63,37 @@ class TokenCounts:
             if position >= num_prompt_tokens:
                 self.entries[place] += 1
         self.num_counted = len(tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFacts:
+    """Facts about a sequence's `SamplingParams`, kept because every row of every step reads them."""
+
+    edits_logits: bool
+    reads_tokens: bool
+    """`params.edits_read_tokens`."""
+    counts_tokens: bool
+    """`params.penalises`."""
+    is_plain: bool
+    """True when it takes the largest logit after edits and wants no log-probabilities."""
+    token_cost: float
+    most_tokens: int
+    """Most tokens of the sequence: its prompt and `params.max_tokens`."""
+    stop_ids: frozenset[int]
+    """`params.stop_token_ids`, which may be many: each new token is looked up."""
+
+    @classmethod
+    def read(cls, params: SamplingParams, num_prompt_tokens: int) -> SamplingFacts:
+        """The facts about a sequence with these parameters."""
+        return cls(
+            edits_logits=params.edits_logits,
+            reads_tokens=params.edits_read_tokens,
+            counts_tokens=params.penalises,
+            is_plain=params.greedy and params.logprobs is None,
+            token_cost=params.token_cost,
+            most_tokens=sys.maxsize if params.max_tokens is None else num_prompt_tokens + params.max_tokens,
+            stop_ids=frozenset(params.stop_token_ids or ()),
+        )
 
 
 class Status(enum.Enum):
@@ -145,20 +180,7 @@ class Request:
     """Collected while the prompt is computed in chunks."""
     pooled: Any = None
     """Sum of `RowResult.pooled` while the prompt is computed in chunks."""
-    edits_logits: bool = field(init=False)
-    """`params.edits_logits`. This and the fields below are kept because every row of every step reads them."""
-    reads_tokens: bool = field(init=False)
-    """`params.edits_read_tokens`."""
-    counts_tokens: bool = field(init=False)
-    """`params.penalises`."""
-    is_plain: bool = field(init=False)
-    """True when it takes the largest logit after edits and wants no log-probabilities."""
-    token_cost: float = field(init=False)
-    """`params.token_cost`."""
-    most_tokens: int = field(init=False)
-    """Most tokens of the sequence: its prompt and `params.max_tokens`."""
-    stop_ids: frozenset[int] = field(init=False)
-    """`params.stop_token_ids`, which may be many: each new token is looked up."""
+    sampling: SamplingFacts = field(init=False)
 
     def handles(self, start: int, count: int) -> list[tuple[Any, int]]:
         """(adapter, number of tokens) for `count` tokens from `start` on."""
@@ -168,14 +190,7 @@ class Request:
         return [pair for pair in ((None, num_base), (self.adapter, count - num_base)) if pair[1]]
 
     def __post_init__(self) -> None:
-        self.stop_ids = frozenset(self.params.stop_token_ids or ())
-        self.edits_logits = self.params.edits_logits
-        self.reads_tokens = self.params.edits_read_tokens
-        self.counts_tokens = self.params.penalises
-        self.is_plain = self.params.greedy and self.params.logprobs is None
-        self.token_cost = self.params.token_cost
-        limit = self.params.max_tokens
-        self.most_tokens = sys.maxsize if limit is None else self.num_prompt_tokens + limit
+        self.sampling = SamplingFacts.read(self.params, self.num_prompt_tokens)
 
     @property
     def num_output_tokens(self) -> int:

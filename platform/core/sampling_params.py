@@ -99,9 +99,9 @@ def _plain(value: Any) -> Any:
 
 def check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
     """Refuse `value` unless it is a finite number in [low, high] (or (low, high])."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise invalid(name, f"must be a number, got {quote_for_error(value)}")
-    if value > high or value < low or (low_open and value == low):
+    if not low <= value <= high or (low_open and value == low):  # nan is refused
         opening = "(" if low_open else "["
         raise invalid(name, f"must be in {opening}{low}, {high}], got {quote_for_error(value)}")
 

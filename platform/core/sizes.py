@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from .errors import invalid
+from .errors import InvalidRequestError, invalid
 
 _UNITS = {
     prefix + suffix: base**power
@@ -51,6 +51,14 @@ def parse_count(name: str, value: object) -> int:
     if count is None or count.denominator != 1:
         raise invalid(name, f'must be an integer, such as 4000, "4k" (4000) or "4K" (4096); got {value!r:.100}')
     return count.numerator
+
+
+def parse_memory(name: str, value: object) -> int:
+    """Bytes as `parse_count` or `parse_bytes` takes them."""
+    try:
+        return parse_count(name, value)
+    except InvalidRequestError:
+        return parse_bytes(name, value)
 
 
 def parse_length(name: str, value: object) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -11,59 +11,103 @@ from .compat.unsupported_options import check_unsupported_options
 from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
 from .learn_config import LearnConfig, parse_learn
+from .option import declared_options, option
 from .text import did_you_mean
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "oracle")
-MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark", "oracle")
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark")
 """Methods that load weights from `model`."""
+BLOCK_METHODS = ("dflash", "dspark")
+"""Methods that make all drafts of a step in one pass over a block."""
 IN_TARGET_METHODS = ("mtp",)
 """Methods that load weights from the target's checkpoint if no `model` is given."""
 RECORDED_METHODS = ("oracle",)
 """Methods that read recorded answers from the file `model`."""
 _LOOKUP_MAX = 5
+_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8, **dict.fromkeys(BLOCK_METHODS, 15)}
+_ADAPTIVE_LOOKUP_DRAFTS = 16
+"""Most drafts a step of adaptive prompt lookup. The policy chooses as many as are worth their time: on SmolLM2-135M
+repetitive text at batch 1 gained 4.99 over no drafts with at most 16 and 2.69 with at most 3; a step with 6 drafts took
+33.3 ms, without drafts 32.0."""
 REJECTION_METHODS = ("standard", "invariant", "synthetic")
+MAX_DRAFTS = 32
+"""Most drafts of a row in one step."""
+_WITH_MODEL = (*MODEL_METHODS, *RECORDED_METHODS)
+_FALLBACK = ("ngram", *MODEL_METHODS)
+"""Methods that use prompt lookup; those with a model only if they are adaptive, as their fallback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding."""
 
-    method: str
-    num_speculative_tokens: int
-    """Drafts a step; with `adaptive`, at most."""
-    model: str | None = None
-    revision: str | None = None
-    """Branch, tag or commit of the draft model's hub id."""
-    quantization: str | None = None
-    """As the engine's option, for the weights of `model`; None: on a CPU as the target's; "none": as they are
-    stored."""
+    method: str = option(MISSING, "drafter; off is no speculation (default: from the name of model)", choices=METHODS)
+    num_speculative_tokens: int = option(
+        MISSING,
+        f"drafts a step; with adaptive, at most (default: {_ADAPTIVE_LOOKUP_DRAFTS} for adaptive ngram, else "
+        + "".join(f"{drafts} for {method}, " for method, drafts in _DEFAULT_DRAFTS.items())
+        + "4 for the others)",
+        within=(1, MAX_DRAFTS),
+    )
+    model: str | None = option(
+        None, "HF directory or hub id of the draft weights; of oracle, file of recorded answers", methods=_WITH_MODEL
+    )
+    revision: str | None = option(None, "branch, tag or commit of the draft model's hub id", methods=MODEL_METHODS)
+    quantization: str | None = option(
+        None,
+        'as the engine\'s option, for the weights of model; "none": as they are stored (default: on a CPU as the '
+        "target's, else none)",
+        methods=MODEL_METHODS,
+    )
+    adaptive: bool = option(
+        False,
+        "choose the number of drafts by predicted goodput, for each request and step; it may be 0 "
+        "(default: true if num_speculative_tokens is not given)",
+    )
+    prompt_lookup_max: int = option(
+        _LOOKUP_MAX, "longest n-gram that is looked up, in tokens", within=(1, 64), methods=_FALLBACK
+    )
+    prompt_lookup_min: int = option(
+        1, "shortest n-gram that is looked up, in tokens", within=(1, 64), methods=_FALLBACK
+    )
+    prompt_lookup_corpus: str | None = option(
+        None,
+        "file or folder of texts that prompt lookup searches too; folders in it are tenants' own",
+        methods=_FALLBACK,
+    )
+    suffix_decoding_max_tree_depth: int = option(
+        24, "longest context that is matched, in tokens", within=(2, 256), methods=("suffix",)
+    )
+    suffix_decoding_max_cached_requests: int = option(
+        10_000,
+        "past outputs remembered, over all tenants and adapters; 0: each request uses only its own text",
+        within=(0, 1_000_000),
+        methods=("suffix",),
+    )
+    suffix_decoding_max_spec_factor: float = option(
+        1.0, "largest number of drafts for each matched token of context", within=(0.0, 32.0), methods=("suffix",)
+    )
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "drafts with a lower estimated probability are not proposed", within=(0.0, 1.0), methods=("suffix",)
+    )
+    rejection_sample_method: str = option(
+        "standard",
+        "standard: drafter-invariant for greedy and seeded requests, rejection sampling for the rest; invariant: "
+        "drafter-invariant for all; synthetic: drafts are accepted at synthetic_acceptance_rates regardless of their "
+        "tokens, for benchmarks: the text is meaningless",
+        choices=REJECTION_METHODS,
+    )
+    synthetic_acceptance_rates: tuple[float, ...] | None = option(
+        None, "share of the drafts at each position that are accepted"
+    )
+    learn: LearnConfig | None = option(
+        None, "object that names the tenants whose draft weights learn from their traffic", methods=("eagle3",)
+    )
+    # Not options of a `speculative_config`:
     download_dir: str | None = None
-    """The hub's cache, from the engine's options; never written in a `speculative_config`."""
-    adaptive: bool = False
-    """Choose the number of drafts by predicted goodput, for each request and step; it may be 0. The default is true if
-    `num_speculative_tokens` is not given, else false: the number is then fixed."""
-    prompt_lookup_max: int = _LOOKUP_MAX
-    prompt_lookup_min: int = 1
-    prompt_lookup_corpus: str | None = None
-    """File or folder of texts that prompt lookup searches too; folders in it are tenants' own."""
-    suffix_decoding_max_tree_depth: int = 24
-    """Longest context that is matched, in tokens."""
-    suffix_decoding_max_cached_requests: int = 10000
-    """Past outputs remembered, over all tenants and adapters; 0: each request uses only its own text."""
-    suffix_decoding_max_spec_factor: float = 1.0
-    """Largest number of drafts for each matched token of context."""
-    suffix_decoding_min_token_prob: float = 0.1
-    """Drafts with a lower estimated probability are not proposed."""
-    rejection_sample_method: str = "standard"
-    """"standard": drafter-invariant for greedy and seeded requests, rejection sampling for the rest;
-    "invariant": drafter-invariant for all; "synthetic": drafts are accepted at `synthetic_acceptance_rates` regardless
-    of their tokens, for benchmarks: the text is meaningless."""
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
-    """Share of the drafts at each position that are accepted."""
-    learn: LearnConfig | None = None
-    """Tenants whose drafts learn from their traffic; None: nobody's."""
+    """The hub's cache, from the engine's options."""
     drafts_given: bool = True
-    """True when the user gave the number, by `num_speculative_tokens` or by the number of rates. Not a user's field."""
+    """True when the user gave the number, by `num_speculative_tokens` or by the number of rates."""
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -71,38 +115,10 @@ class SpeculativeConfig:
         return (self.method, "ngram") if self.adaptive and self.method in MODEL_METHODS else (self.method,)
 
 
-_DERIVED = ("drafts_given", "download_dir")
-_FIELDS = tuple(name for name in SpeculativeConfig.__dataclass_fields__ if name not in _DERIVED)
-# method -> the fields of a `speculative_config` that do not apply to it.
+SPECULATIVE_OPTIONS = declared_options(SpeculativeConfig)
 _LOOKUP = ("prompt_lookup_max", "prompt_lookup_min", "prompt_lookup_corpus")
-_SUFFIX = tuple(name for name in _FIELDS if name.startswith("suffix_decoding_"))
-_NOT_FOR_METHOD: dict[str, tuple[str, ...]] = {
-    "ngram": ("model", "revision", "quantization", *_SUFFIX),
-    "suffix": ("model", "revision", "quantization", *_LOOKUP),
-    **dict.fromkeys(MODEL_METHODS, (*_LOOKUP, *_SUFFIX)),
-    **dict.fromkeys(RECORDED_METHODS, ("revision", "quantization", *_LOOKUP, *_SUFFIX)),
-}
-MAX_DRAFTS = 32
-"""Most drafts of a row in one step."""
-_RANGES: dict[str, tuple[float, float]] = {
-    "num_speculative_tokens": (1, MAX_DRAFTS),
-    "prompt_lookup_max": (1, 64),
-    "prompt_lookup_min": (1, 64),
-    "suffix_decoding_max_tree_depth": (2, 256),
-    "suffix_decoding_max_cached_requests": (0, 1_000_000),
-    "suffix_decoding_max_spec_factor": (0.0, 32.0),
-    "suffix_decoding_min_token_prob": (0.0, 1.0),
-}
-"""Least and largest values; fields with integers here take integers alone."""
-LEARNING_METHODS = ("eagle3",)
-"""Methods whose draft weights `learn` trains."""
 _WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
 """Methods that vLLM accepts as `model` too."""
-_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8}
-_ADAPTIVE_LOOKUP_DRAFTS = 16
-"""Most drafts a step of adaptive prompt lookup. The policy chooses as many as are worth their time: on SmolLM2-135M
-repetitive text at batch 1 gained 4.99 over no drafts with at most 16 and 2.69 with at most 3; a step with 6 drafts took
-33.3 ms, without drafts 32.0."""
 
 
 def _wrong(message: str) -> InvalidRequestError:
@@ -131,27 +147,21 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     given = {name: value for name, value in config.items() if value is not None and name not in SPECULATIVE}
     if given.get("model") in _WITHOUT_MODEL and given.get("method", given["model"]) in _WITHOUT_MODEL:
         given.setdefault("method", given.pop("model"))
-    unknown = [name for name in given if name not in _FIELDS]
+    unknown = [name for name in given if name not in SPECULATIVE_OPTIONS]
     if unknown:
-        hint = did_you_mean(str(unknown[0]), _FIELDS)
-        raise _wrong(f"unknown field {unknown[0]!r}{hint}; known are {', '.join(sorted(_FIELDS))}")
-    method = given.get("method", _method_of(given["model"]) if "model" in given else None)
+        hint = did_you_mean(str(unknown[0]), SPECULATIVE_OPTIONS)
+        raise _wrong(f"unknown field {unknown[0]!r}{hint}; known are {', '.join(sorted(SPECULATIVE_OPTIONS))}")
+    method = given.get("method", _guess_method(given["model"]) if "model" in given else None)
     method = _usual_name(method)
     if method in ("off", "none"):
         return None
-    if method not in METHODS:
-        raise _wrong(f"method must be one of {', '.join(METHODS)}; got {method!r}")
-    needs_model = method in (*MODEL_METHODS, *RECORDED_METHODS)
-    needs_model = needs_model and (method not in IN_TARGET_METHODS or "model" in given)
+    given["method"] = method
+    _check_values(given)
+    needs_model = method in _WITH_MODEL and (method not in IN_TARGET_METHODS or "model" in given)
     if needs_model and (not isinstance(given.get("model"), str) or not given["model"]):
         raise _wrong(f"{method} needs a model, a string; got {given.get('model')!r}")
-    for name in ("revision", "quantization", "prompt_lookup_corpus"):
-        if not isinstance(given.get(name, ""), str):
-            raise _wrong(f"{name} must be a string, got {given[name]!r}")
     if "quantization" in given:
         given["quantization"] = plain_value("quantization", given["quantization"])
-    _check_values(given)
-    given["learn"] = parse_learn(given.get("learn"))
     rates = _check_rates(given)
     drafts = len(rates) if rates else _DEFAULT_DRAFTS.get(method, 4)
     drafts_given = "num_speculative_tokens" in given or rates is not None
@@ -160,7 +170,8 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     defaults: dict[str, Any] = {"num_speculative_tokens": drafts, "adaptive": not drafts_given}
     if "prompt_lookup_max" not in given:
         defaults["prompt_lookup_max"] = max(_LOOKUP_MAX, given.get("prompt_lookup_min", 1))
-    values = {**defaults, **given, "method": method, "synthetic_acceptance_rates": rates}
+    learn = parse_learn(given.get("learn"))
+    values = {**defaults, **given, "synthetic_acceptance_rates": rates, "learn": learn}
     result = SpeculativeConfig(**values, drafts_given=drafts_given, download_dir=download_dir)
     _check_fit(result, given)
     if result.prompt_lookup_min > result.prompt_lookup_max:
@@ -183,10 +194,10 @@ def _usual_name(method: Any) -> Any:
     return "ngram" if method == "[ngram]" else method
 
 
-def _method_of(model: object) -> str:
+def _guess_method(model: object) -> str:
     """The method of a draft whose config has none, by the name of the model, as in vLLM."""
     name = str(model).rstrip("/").rpartition("/")[2].lower()
-    for part, method in (("eagle3", "eagle3"), ("eagle-", "eagle"), ("medusa", "medusa")):
+    for part, method in (*((name, name) for name in ("eagle3", "dflash", "dspark", "medusa")), ("eagle-", "eagle")):
         if part in name:
             return method
     return "draft_model"
@@ -194,27 +205,22 @@ def _method_of(model: object) -> str:
 
 def _check_fit(config: SpeculativeConfig, given: Mapping[str, Any]) -> None:
     """Refuse fields that do not apply to the method."""
-    if config.learn is not None and config.method not in LEARNING_METHODS:
-        raise _wrong(f"learn is for {', '.join(LEARNING_METHODS)}; got method {config.method!r}")
     if config.model is None and config.revision is not None and config.method in IN_TARGET_METHODS:
         raise _wrong(f"revision means nothing to method {config.method} without a model")
-    for name in _NOT_FOR_METHOD[config.method]:
-        fallback = name in _LOOKUP and config.method in MODEL_METHODS  # adaptive, it falls back on prompt lookup
-        if name in given and not (fallback and config.adaptive):
+    for name in given:
+        methods = SPECULATIVE_OPTIONS[name].methods
+        fallback = name in _LOOKUP and config.method in MODEL_METHODS
+        if methods is not None and (config.method not in methods or (fallback and not config.adaptive)):
             hint = " unless it is adaptive" if fallback else ""
             raise _wrong(f"{name} means nothing to method {config.method}{hint}")
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
-    for name, (low, high) in _RANGES.items():
-        value, integer = given.get(name, low), isinstance(low, int)
-        if not _is_number(value) or (integer and not isinstance(value, int)) or not low <= value <= high:
-            raise _wrong(f"{name} must be {'an integer' if integer else 'a number'} in [{low}, {high}], got {value!r}")
-    if not isinstance(given.get("adaptive", False), bool):
-        raise _wrong(f"adaptive must be true or false, got {given['adaptive']!r}")
-    rule = given.get("rejection_sample_method", "standard")
-    if rule not in REJECTION_METHODS:
-        raise _wrong(f"rejection_sample_method must be one of {', '.join(REJECTION_METHODS)}; got {rule!r}")
+    for name, value in given.items():
+        try:
+            SPECULATIVE_OPTIONS[name].check(value)
+        except InvalidRequestError as error:
+            raise _wrong(error.message) from None
 
 
 def _check_rates(given: Mapping[str, Any]) -> tuple[float, ...] | None:

@@ -29,8 +29,8 @@ def pack(content: bytes) -> bytes:
 def read(stream: IO[bytes]) -> bytes:
     """Wait for the content of the next message of a pipe; EOFError if it ends before."""
     header = stream.read(_LENGTH.size)
-    content = stream.read(_length_of(header)) if len(header) == _LENGTH.size else b""
-    if len(header) != _LENGTH.size or len(content) != _length_of(header):
+    content = stream.read(_decode_length(header)) if len(header) == _LENGTH.size else b""
+    if len(header) != _LENGTH.size or len(content) != _decode_length(header):
         raise EOFError("the other process is gone")
     return content
 
@@ -60,7 +60,7 @@ def receive(connection: socket.socket) -> tuple[Any, list[int]]:
         header += _receive(connection, _LENGTH.size - len(header)) if header else b""
         if not header:
             raise EOFError("the other process is gone")
-        return json.loads(_receive(connection, _length_of(header))), found
+        return json.loads(_receive(connection, _decode_length(header))), found
     except BaseException:
         for descriptor in found:
             os.close(descriptor)
@@ -76,7 +76,7 @@ def receive_into(connection: socket.socket, buffer: memoryview) -> None:
         buffer = buffer[count:]
 
 
-def _length_of(header: bytes) -> int:
+def _decode_length(header: bytes) -> int:
     (length,) = _LENGTH.unpack(header)
     if length > MAX_BYTES:
         raise OSError(f"a message of {length} bytes is announced, and the largest has {MAX_BYTES}")

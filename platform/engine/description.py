@@ -6,7 +6,7 @@ import torch
 
 from ...kernels.native import tiles
 from ...models.checkpoint.loader import quantization_name
-from ...models.implementation import implementation_of
+from ...models.implementation import choose_implementation
 from ...models.model import LanguageModel
 from ..core.config import EngineArgs, EngineConfig
 from ..core.messages import EngineInfo
@@ -64,7 +64,7 @@ def describe(
         speculation=speculation,
         load_seconds=load_seconds,
         kv_cache_dtype=config.cache.dtype,
-        model_impl=implementation_of(model.config),
+        model_impl=choose_implementation(model.config),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_queued_reqs=config.scheduler.max_num_queued_reqs,
         quantization=quantization_name(config.model, model.config, config.quantization),

@@ -140,7 +140,7 @@ class EngineCore:
             arrival_time=request.arrival_time,
         )
         self._adapters.resolve(sequence)
-        if sequence.edits_logits:
+        if sequence.sampling.edits_logits:
             self._edit_tables = edit_state(sequence, self._edit_tables).tables
         if self._config.speculative is not None and request.params.max_drafts != 0:
             name = request.lora.label if request.lora is not None else ""

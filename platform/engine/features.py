@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...lora.registry.catalog import AdapterStats
+from ...lora.registry.adapter_stats import AdapterStats
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.messages import AdapterInfo
-from ..core.model_limits import check_token_ids, check_tokens_of
+from ..core.model_limits import check_params_tokens, check_token_ids
 from ..core.request import Request
 from .queue.gates import Gate
 
@@ -141,7 +141,7 @@ class Vocabularies(Gate):
         if any(token >= size for token in request.eos_token_ids):
             # A tokenizer may name end tokens that the model cannot generate.
             request.eos_token_ids, request.edit_state = frozenset(t for t in request.eos_token_ids if t < size), None
-        check_tokens_of(request.params, size)
+        check_params_tokens(request.params, size)
         if size > self._size and request.params.structured_outputs is not None:
             raise InvalidRequestError(
                 f"structured_outputs are not served with adapter {request.lora.name!r}, which adds tokens to the "

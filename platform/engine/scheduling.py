@@ -52,6 +52,7 @@ def _draft_limits(config: EngineConfig, speculation: Speculation) -> DraftLimits
     return DraftLimits(
         most,
         extra_slots=bool(needs.kv_layers),
+        more_slots=needs.more_slots,
         # The host decides about synthetic acceptance.
         overlaps=config.async_scheduling and options.synthetic_acceptance_rates is None,
         max_positions=needs.max_positions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -18,7 +19,7 @@ from ..tenancy.accounts.principal import Principal
 from . import engine_routes
 from .adapters import adapter_routes
 from .anthropic import messages_routes
-from .anthropic.errors import is_of as is_anthropic
+from .anthropic.errors import is_anthropic
 from .batches import batch_routes
 from .console import console_routes
 from .console.statistics import Statistics
@@ -37,7 +38,7 @@ from .protect.error_responses import (
 from .protect.open_routes import is_open
 from .protect.paths import Paths
 from .server_config import ServerConfig
-from .serving_state import HELD_BODY, PRINCIPAL, Serving, require_admin, valid_request_id
+from .serving_state import HELD_BODY, PRINCIPAL, Serving, require_admin, shutting_down, valid_request_id
 
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
@@ -138,6 +139,11 @@ class Authentication:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnectedError:
             logger.debug("request %s: the client has gone", request_id)
+        except asyncio.CancelledError:
+            if started or not scope["app"].state.serving.draining:
+                raise
+            # The shutdown does not wait longer, for a load or the check of a constraint: that is no failure.
+            await error_response(shutting_down())(scope, receive, send_with_id)
         except Exception:
             logger.exception("request %s failed", request_id)
             if started:

@@ -200,6 +200,9 @@ class Service:
             await self._end_engine()
 
     async def _end_engine(self) -> None:
+        from ..core.constraint_check import CHECKER
+
+        CHECKER.interrupt()  # else its thread would hold up the end of this process
         await self.llm.shutdown()
         if self.tenancy is not None:
             await self.tenancy.close()

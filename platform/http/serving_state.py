@@ -134,7 +134,7 @@ class Serving:
         """
         if self.tenancy is None:
             return
-        self.adapter_sync = AdapterSync(self.models, self.tenancy, self.adapter_policy.roots_of)
+        self.adapter_sync = AdapterSync(self.models, self.tenancy, self.adapter_policy.allowed_roots)
         await self.adapter_sync.start()
         self.prefix_sync = PrefixSync(self.llm, self.tenancy.directory)
         await self.prefix_sync.start()
@@ -155,7 +155,7 @@ class Serving:
         if self.batches is not None:
             self.batches.begin_draining()
         if self.tenancy is not None:
-            self.tenancy.limiter.refuse_waiting(_shutting_down())
+            self.tenancy.limiter.refuse_waiting(shutting_down())
 
     async def close(self) -> None:
         """Run no batches, follow the database no more, and send the last traces."""
@@ -171,7 +171,7 @@ class Serving:
         """Refuse new work while the engine is not ready."""
         state = self.state
         if state in ("draining", "stopped"):
-            raise _shutting_down()
+            raise shutting_down()
         if state == "sleeping":
             raise AsleepError("The engine sleeps and takes no requests until it is woken up")
         if state != "ready":
@@ -299,7 +299,8 @@ def _tracer(endpoint: str | None) -> RequestTracer | None:
     return RequestTracer(endpoint)
 
 
-def _shutting_down() -> ShuttingDownError:
+def shutting_down() -> ShuttingDownError:
+    """Error of requests that come after SIGTERM, or that still wait when the shutdown cancels them."""
     return ShuttingDownError("The server is shutting down and takes no new requests")
 
 

@@ -24,7 +24,7 @@ from ..core.logs import REQUEST_LOGGER, set_up_logging
 from ..http.app import key_in
 from ..http.protect.error_responses import BodyTooLargeError, error_response
 from ..http.server_config import ServerConfig
-from ..tenancy.accounts.authenticator import digest_of
+from ..tenancy.accounts.authenticator import hash_key
 from .replica import ForwardedRequest, Replica
 from .routing import AffinityRouter, ReplicaView, RoutingKey, routing_key
 from .scaling import replicas_needed
@@ -81,7 +81,7 @@ class AdapterRouter(RequestRouter):
         """See RequestRouter."""
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         views = self._current(replicas)
-        ranked = self._chooser.rank(views, _key_of(pending_request))
+        ranked = self._chooser.rank(views, _routing_key(pending_request))
         return [[replicas[name]] for name in ranked]
 
     def _current(self, replicas: dict[ReplicaID, RunningReplica]) -> dict[ReplicaID, ReplicaView]:
@@ -98,7 +98,7 @@ class AdapterRouter(RequestRouter):
         """See RequestRouter."""
         if replica_id in self._views:
             self._views[replica_id].ongoing += 1
-            self._views[replica_id].give(_key_of(pending_request))
+            self._views[replica_id].give(_routing_key(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """See RequestRouter."""
@@ -106,7 +106,7 @@ class AdapterRouter(RequestRouter):
             self._views[replica_id].ongoing -= 1
 
 
-def _key_of(pending: PendingRequest | None) -> RoutingKey:
+def _routing_key(pending: PendingRequest | None) -> RoutingKey:
     return pending.args[0] if pending is not None and pending.args else RoutingKey()
 
 
@@ -181,7 +181,7 @@ class Ingress:
         replica that answers checks the key itself."""
         if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
             return None
-        digest, now = digest_of(key_in(request.headers)), time.monotonic()
+        digest, now = hash_key(key_in(request.headers)), time.monotonic()
         if self._right_keys.get(digest, 0.0) > now:
             return None
         messages = await self._replicas.refusal.remote(RoutingKey(), _forwarded(request, b""))

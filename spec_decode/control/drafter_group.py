@@ -19,7 +19,7 @@ class DrafterGroup(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = drafters
         self._first = drafters[0]
-        self._has_layers = bool(self._first.needs.kv_layers)
+        self._lags = self._first.needs.lags
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -53,7 +53,7 @@ class DrafterGroup(Drafter):
         return results
 
     def _num_draft_computed(self, row: DraftRow) -> int:
-        return row.num_draft_valid if self._has_layers else len(row.tokens)
+        return row.num_draft_valid if self._lags else len(row.tokens)
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """See `Drafter`."""

@@ -96,7 +96,7 @@ class Proposal(NamedTuple):
     drafts: Drafts
     num_draft_computed: int
     """Leading positions of `tokens` and then the drafts, as proposed, whose KV is valid in the drafter's own layers;
-    the engine clips it to the accepted drafts. A drafter without layers returns len(tokens). With
+    the engine clips it to the accepted drafts. A drafter that never lags returns len(tokens). With
     `TargetOutput.on_device`: len(tokens), which stands for the true number, or 0 if nothing was computed."""
 
 
@@ -113,8 +113,17 @@ class DrafterNeeds(NamedTuple):
     """Most drafts that it makes for a row."""
     max_positions: int = sys.maxsize
     """Longest sequence that it drafts for, drafts included."""
+    never_lags: bool = False
+    """True when its layers hold what it needs of a position wherever the target's hold theirs, also after `watch`."""
+    more_slots: int = 0
+    """Positions that a proposal of k drafts writes after the step's last one, beyond k; of drafters with layers."""
     drafts_on_device: bool = False
     """True when it can propose before the host knows the outcome of a step."""
+
+    @property
+    def lags(self) -> bool:
+        """True when its layers may lack what they need of a position that the target has computed."""
+        return bool(self.kv_layers) and not self.never_lags
 
 
 class Drafter:
@@ -144,7 +153,7 @@ class Drafter:
         nothing is kept."""
 
     def learn(self, learner: Learner) -> None:
-        """Use draft weights that `learner` trains, and record traffic for it; for the methods of `LEARNING_METHODS`."""
+        """Use draft weights that `learner` trains, and record traffic for it; only for methods that may `learn`."""
         raise NotImplementedError
 
     def flush(self) -> None:

@@ -8,19 +8,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from ...models.checkpoint.weight_files import StoredTensor, load_into, misfits, read_weights
+from ...models.checkpoint.weight_files import StoredTensor, load_into, misfits, read_pickle, read_weights
 from ...models.layers.linear import Linear
 from ...models.layers.weights import WeightSlot
-from ...models.quantization.rounding import rounding_of
+from ...models.quantization.rounding import choose_rounding
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.quantization import rounding
 from ...platform.core.speculative_config import SpeculativeConfig
+from ..verify.draft_sampling import DraftVocabulary
 
 if TYPE_CHECKING:
     from .factory import DrafterContext
 
-__all__ = ["StoredTensor", "draft_rounding", "fill", "fill_randomly", "quantise", "read_tensors", "refuse"]
+__all__ = [
+    "StoredTensor",
+    "draft_rounding",
+    "draft_vocabulary",
+    "fill",
+    "fill_randomly",
+    "quantise",
+    "read_tensor",
+    "read_tensors",
+    "refuse",
+]
 
 PARAM = "speculative_config"
 """The field that all errors are about."""
@@ -47,6 +59,20 @@ def read_tensors(path: Path, extra: Sequence[str] = ()) -> dict[str, StoredTenso
     return read_weights(path, PARAM, extra=extra)
 
 
+def read_tensor(file: Path) -> Tensor:
+    """The tensor of a pickle: itself, or the only one among an object's values.
+
+    Raises:
+        InvalidRequestError: there is not one tensor, or the file is damaged.
+    """
+    found = read_pickle(file, PARAM)
+    values = found.values() if isinstance(found, Mapping) else [found]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) != 1:
+        raise refuse(f"{file} must hold one tensor, got {len(tensors)}")
+    return tensors[0]
+
+
 def draft_rounding(config: SpeculativeConfig, context: DrafterContext, stored: str | None) -> str | None:
     """Method by which a drafter's weights are quantised while loading; `stored` is that of its files.
 
@@ -63,7 +89,7 @@ def quantise(linears: Iterable[Linear], config: SpeculativeConfig, context: Draf
     method = draft_rounding(config, context, stored)
     if method is not None:
         for linear in linears:
-            linear.quantize = rounding_of(linear, method, context.target.config.hidden_size)
+            linear.quantize = choose_rounding(linear, method, context.target.config.hidden_size)
 
 
 @torch.inference_mode()
@@ -79,6 +105,22 @@ def fill(path: Path, slots: Mapping[str, WeightSlot], tensors: Mapping[str, Stor
         raise refuse(f"the weights in {path} do not fit its config.json or the target; {problems}")
     for name, slot in slots.items():
         load_into(slot, name, tensors[name], PARAM, integers=name in _TABLES)
+
+
+def draft_vocabulary(offsets: Tensor, size: int, device: torch.device) -> DraftVocabulary | None:
+    """Vocabulary of a head whose token i is the target's i + offsets[i] (`d2t`); None: the target's `size` tokens.
+
+    Raises:
+        InvalidRequestError: it maps to tokens that the target lacks, or several to one.
+    """
+    ids = torch.arange(len(offsets)) + offsets.cpu().long()
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise refuse(f"d2t of the head maps to token {wrong}, the target's vocabulary has {size} tokens")
+    if len(ids.unique()) != len(ids):
+        raise refuse(f"d2t of the head maps its {len(ids)} tokens to {len(ids.unique())}: some are mapped to the same")
+    return DraftVocabulary(ids.to(device), size) if len(ids) < size or bool(offsets.any()) else None
 
 
 @torch.inference_mode()

@@ -62,6 +62,8 @@ _MODULES = {
     "eagle3": ".eagle.drafter",
     "medusa": ".medusa.drafter",
     "mtp": ".mtp.drafter",
+    "dflash": ".dflash.drafter",
+    "dspark": ".dflash.drafter",
     "oracle": ".oracle",
 }
 """Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, if the

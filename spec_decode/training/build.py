@@ -15,13 +15,17 @@ from ...kernels.paged_attention import window_size
 from ...models.checkpoint.gguf_file import is_gguf
 from ...models.checkpoint.json_files import read_json
 from ...models.checkpoint.paths import resolve_model_path
+from ...models.config import DecoderConfig
 from ...models.layers.weights import WeightSlot
 from ...models.rope_config import RopeConfig
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError
+from ...platform.core.speculative_config import BLOCK_METHODS
 from ..drafters.checkpoint import PARAM, StoredTensor, fill
+from ..drafters.dflash.config import DFlashConfig
 from ..drafters.eagle.config import HIDDEN_NORM, EagleConfig, head_tensors, read_eagle_config, with_tensors
 from .data import Sample, choose_vocab_size, frequent_tokens
 from .methods.base import TrainedDrafter
+from .methods.block_head import BlockHead
 from .methods.draft_lora import DraftModelLora, HeadLora
 from .methods.eagle_head import Eagle1Head, Eagle3Head, EagleHead
 from .methods.medusa_heads import MedusaHeads
@@ -42,22 +46,7 @@ def head_config(options: TrainOptions, target: Target, samples: Sequence[Sample]
         InvalidRequestError: incompatible sizes; names the option.
         UnsupportedModelError: the target is not of Llama's shape.
     """
-    config, eagle3 = target.config, options.method == "eagle3"
-    if not config.is_plain:
-        message = f"EAGLE heads are not trained for {config.architecture}, which is not of Llama's shape"
-        raise UnsupportedModelError(message, param="model")
-    num_heads = options.num_heads or config.num_heads
-    layer = replace(
-        config,
-        hidden_size=options.hidden_size or config.hidden_size,
-        intermediate_size=options.intermediate_size or config.intermediate_size,
-        num_heads=num_heads,
-        num_kv_heads=options.num_kv_heads or min(num_heads, config.num_kv_heads),
-        head_dim=options.head_dim or config.head_dim,
-        rope=RopeConfig(rope_type="default", theta=config.rope.theta),
-    )
-    if num_heads % layer.num_kv_heads:
-        raise wrong("num_kv_heads", f"{layer.num_kv_heads} must divide --num-heads {num_heads}")
+    config, eagle3, layer = target.config, options.method == "eagle3", _layer_config(options, target)
     draft_vocab = options.draft_vocab_size or config.vocab_size
     if eagle3 and options.draft_vocab_size is None:
         draft_vocab = choose_vocab_size(samples, config.vocab_size)
@@ -75,6 +64,52 @@ def head_config(options: TrainOptions, target: Target, samples: Sequence[Sample]
     )
 
 
+def block_config(options: TrainOptions, target: Target) -> DFlashConfig:
+    """Sizes of a new drafter of blocks: by default the target's.
+
+    Raises:
+        InvalidRequestError: incompatible sizes; names the option.
+        UnsupportedModelError: the target is not of Llama's shape.
+    """
+    layer, size, is_dspark = _layer_config(options, target), target.config.vocab_size, options.method == "dspark"
+    mask = size - 1 if options.mask_token_id is None else options.mask_token_id
+    if mask >= size:
+        raise wrong("mask_token_id", f"{mask} is beyond the target's vocabulary of {size} tokens")
+    return DFlashConfig(
+        layer=replace(layer, num_layers=options.draft_layers, windows=(None,) * options.draft_layers),
+        target_hidden_size=target.config.hidden_size,
+        draft_vocab_size=size,
+        aux_layers=target.aux_layers,
+        block_size=options.block_size,
+        mask_token_id=mask,
+        sample_from_anchor=is_dspark,
+        markov_rank=options.markov_rank if is_dspark else 0,
+        has_confidence=is_dspark,
+        confidence_reads_markov=is_dspark,
+    )
+
+
+def _layer_config(options: TrainOptions, target: Target) -> DecoderConfig:
+    """A layer of a new head."""
+    config = target.config
+    if not config.is_plain:
+        message = f"heads with layers are not trained for {config.architecture}, which is not of Llama's shape"
+        raise UnsupportedModelError(message, param="model")
+    num_heads = options.num_heads or config.num_heads
+    layer = replace(
+        config,
+        hidden_size=options.hidden_size or config.hidden_size,
+        intermediate_size=options.intermediate_size or config.intermediate_size,
+        num_heads=num_heads,
+        num_kv_heads=options.num_kv_heads or min(num_heads, config.num_kv_heads),
+        head_dim=options.head_dim or config.head_dim,
+        rope=RopeConfig(rope_type="default", theta=config.rope.theta),
+    )
+    if num_heads % layer.num_kv_heads:
+        raise wrong("num_kv_heads", f"{layer.num_kv_heads} must divide --num-heads {num_heads}")
+    return layer
+
+
 def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]) -> TrainedDrafter:
     """A new drafter for `options.method`, with weights from the seed.
 
@@ -87,6 +122,8 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         return MedusaHeads(target.lm_head, options.medusa_heads, options.medusa_layers, base_name)
     if options.method == "draft-lora":
         return _draft_lora(options, target)
+    if options.method in BLOCK_METHODS:
+        return BlockHead(block_config(options, target), target)
     config = head_config(options, target, samples)
     if options.method == "eagle":
         return Eagle1Head(config, target, options.unroll or _EAGLE1_UNROLL)

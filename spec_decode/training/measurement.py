@@ -21,7 +21,7 @@ class Measured(NamedTuple):
     """Share of the rounds that accept the draft at this position, and so all before it."""
 
 
-def rounds_of(hits: Sequence[Sequence[bool]], k: int) -> list[int]:
+def count_rounds(hits: Sequence[Sequence[bool]], k: int) -> list[int]:
     """Accepted drafts of each round over one completion.
 
     Args:
@@ -41,12 +41,12 @@ def rounds_of(hits: Sequence[Sequence[bool]], k: int) -> list[int]:
 
 
 def batch_rounds(labels: Labels, guesses: torch.Tensor) -> list[int]:
-    """`rounds_of` over every row of a batch; a guess [N, k] is right when it is the target's most likely token."""
+    """`count_rounds` over every row of a batch; a guess [N, k] is right when it is the target's most likely token."""
     right = (guesses == labels.greedy[:, None]).tolist()
     by_row: dict[int, list[list[bool]]] = {}
     for row, hits in zip(labels.rows.tolist(), right, strict=True):
         by_row.setdefault(row, []).append(hits)
-    return [accepted for hits in by_row.values() for accepted in rounds_of(hits, guesses.shape[1])]
+    return [accepted for hits in by_row.values() for accepted in count_rounds(hits, guesses.shape[1])]
 
 
 def summarize(loss: float, rounds: Sequence[int], k: int) -> Measured:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...platform.core.errors import InvalidRequestError
+from ...platform.core.option import declared_options, option
 
-METHODS = ("eagle3", "eagle", "medusa", "draft-lora")
+METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark", "draft-lora")
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
 NO_EFFECT_ON_RESULT = frozenset(
@@ -18,15 +19,16 @@ NO_EFFECT_ON_RESULT = frozenset(
 """Options that may differ when a run is resumed."""
 _PATHS = ("model", "data", "output", "adapter", "draft", "eval_data", "base_name")
 _EAGLE = ("eagle3", "eagle")
+_BLOCK = ("dflash", "dspark")
+_LAYERED = (*_EAGLE, *_BLOCK)
 _MOST = 2**31 - 1
 
 
 def _option(default: Any, text: str, group: str, **more: Any) -> Any:
-    """A field with its flag.
-
-    `within`: bounds other than 0 to 1e6, or 1 to `_MOST` for integers; `methods`: the only ones to which it applies.
-    """
-    return field(default=default, metadata={"help": text, "group": group, **more})
+    """An option in a group; integers have bounds of 1 and `_MOST` by default."""
+    if not isinstance(default, float):
+        more.setdefault("within", (1, _MOST))
+    return option(default, text, group=group, **more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,79 +39,99 @@ class TrainOptions:
     model: str
     data: str
     output: str
-    adapter: str | None = _option(None, "PEFT adapter of the target: its outputs are what is learned", "what to train")
+    adapter: str | None = _option(None, "PEFT adapter of the target: its outputs are what is learned", "What to train")
     draft: str | None = _option(
-        None, "draft-lora: the draft model, or EAGLE head, that the weights are for", "draft-lora"
+        None, "draft-lora: the draft model, or EAGLE head, that the weights are for", "Draft-LoRA"
     )
-    rank: int = _option(8, "rank of the draft weights", "draft-lora", methods=("draft-lora",), within=(1, 1024))
+    rank: int = _option(8, "rank of the draft weights", "Draft-LoRA", methods=("draft-lora",), within=(1, 1024))
     alpha: float | None = _option(
-        None, "their alpha (default: twice the rank)", "draft-lora", methods=("draft-lora",), within=(1e-6, 1e6)
+        None, "their alpha (default: twice the rank)", "Draft-LoRA", methods=("draft-lora",), within=(1e-6, 1e6)
     )
-    generate: bool = _option(False, "let the target write the completions, through the engine", "data")
-    temperature: float = _option(0.0, "of generated completions; 0 is greedy", "data")
-    max_tokens: int = _option(256, "longest generated completion, in tokens", "data")
-    max_length: int = _option(2048, "longer samples are cut, in tokens", "data", within=(4, _MOST))
-    eval_data: str | None = _option(None, "samples to measure acceptance on (default: some of the data)", "data")
-    held_out: int = _option(64, "without --eval-data: samples of the data to keep for measuring", "data")
-    steps: int | None = _option(None, "steps to train (default: what the epochs make)", "training")
-    epochs: int = _option(4, "passes over the data, when --steps is not given", "training")
-    batch_tokens: int = _option(2048, "tokens in a step, padding included", "training", within=(8, _MOST))
-    lr: float = _option(1e-3, "highest learning rate (of AdamW)", "training", within=(1e-9, 10.0))
+    generate: bool = _option(False, "let the target write the completions, through the engine", "Data")
+    temperature: float = _option(0.0, "of generated completions; 0 is greedy", "Data")
+    max_tokens: int = _option(256, "longest generated completion, in tokens", "Data")
+    max_length: int = _option(2048, "longer samples are cut, in tokens", "Data", within=(4, _MOST))
+    eval_data: str | None = _option(None, "samples to measure acceptance on (default: some of the data)", "Data")
+    held_out: int = _option(64, "without --eval-data: samples of the data to keep for measuring", "Data")
+    steps: int | None = _option(None, "steps to train (default: what the epochs make)", "Training")
+    epochs: int = _option(4, "passes over the data, when --steps is not given", "Training")
+    batch_tokens: int = _option(2048, "tokens in a step, padding included", "Training", within=(8, _MOST))
+    lr: float = _option(1e-3, "highest learning rate (of AdamW)", "Training", within=(1e-9, 10.0))
     optimizer: str = _option(
-        "adamw", "muon: Muon for the matrices of layers, AdamW for the rest", "training", choices=OPTIMIZERS
+        "adamw", "muon: Muon for the matrices of layers, AdamW for the rest", "Training", choices=OPTIMIZERS
     )
     warmup: int = _option(
-        50, "steps over which the rate rises; then it falls linearly to zero", "training", within=(0, _MOST)
+        50, "steps over which the rate rises; then it falls linearly to zero", "Training", within=(0, _MOST)
     )
-    seed: int = _option(0, "of weights, order and generation", "training", within=(0, _MOST))
+    seed: int = _option(0, "of weights, order and generation", "Training", within=(0, _MOST))
     device: str = _option(
-        "auto", "where to train; auto takes a GPU if there is one", "training", choices=("auto", "cpu", "cuda")
+        "auto", "where to train; auto takes a GPU if there is one", "Training", choices=("auto", "cpu", "cuda")
     )
     dtype: str = _option(
-        "bfloat16", "of the target, and of products; trained weights are kept in float32", "training", choices=DTYPES
+        "bfloat16", "of the target, and of products; trained weights are kept in float32", "Training", choices=DTYPES
     )
-    eval_every: int = _option(200, "steps between measurements", "training")
-    save_minutes: float = _option(3.0, "minutes between checkpoints; Ctrl-C and SIGTERM write one too", "training")
+    eval_every: int = _option(200, "steps between measurements", "Training")
+    save_minutes: float = _option(3.0, "minutes between checkpoints; Ctrl-C and SIGTERM write one too", "Training")
     feature_cache: float = _option(
-        2.0, "GiB of memory in which the target's states are kept for the next epoch", "training"
+        2.0, "GiB of memory in which the target's states are kept for the next epoch", "Training"
     )
-    k: int = _option(4, "drafts a round when acceptance is measured", "training", within=(1, 32))
-    resume: bool = _option(False, "go on from the checkpoint in the output folder", "output")
+    k: int = _option(4, "drafts a round when acceptance is measured", "Training", within=(1, 32))
+    resume: bool = _option(False, "go on from the checkpoint in the output folder", "Output")
     overwrite: bool = _option(
-        False, "delete an earlier run in the output folder; completions that would be the same are kept", "output"
+        False, "delete an earlier run in the output folder; completions that would be the same are kept", "Output"
     )
     base_name: str | None = _option(
-        None, "what the files name as their base (default: as on the command line)", "output"
+        None, "what the files name as their base (default: as on the command line)", "Output"
     )
-    progress: bool = _option(True, "show a progress bar", "output")
-    trial: bool = _option(True, "at the end measure whether serving the drafter pays on this machine", "output")
+    progress: bool = _option(True, "show a progress bar", "Output")
+    trial: bool = _option(True, "at the end measure whether serving the drafter pays on this machine", "Output")
     unroll: int | None = _option(
         None,
         "steps of the head on its own output in training (default: eagle 1, others 4)",
-        "heads",
+        "Heads",
         methods=(*_EAGLE, "draft-lora"),
         within=(1, 32),
     )
     hidden_size: int | None = _option(
-        None, "eagle3: hidden size of the head (default: the target's)", "heads", methods=("eagle3",)
+        None, "hidden size of the head (default: the target's)", "Heads", methods=("eagle3",)
     )
-    intermediate_size: int | None = _option(None, "of the head's MLP (default: the target's)", "heads", methods=_EAGLE)
-    num_heads: int | None = _option(None, "attention heads (default: the target's)", "heads", methods=_EAGLE)
-    num_kv_heads: int | None = _option(None, "KV heads (default: the target's)", "heads", methods=_EAGLE)
-    head_dim: int | None = _option(None, "size of an attention head (default: the target's)", "heads", methods=_EAGLE)
+    intermediate_size: int | None = _option(
+        None, "of the head's MLP (default: the target's)", "Heads", methods=_LAYERED
+    )
+    num_heads: int | None = _option(None, "attention heads (default: the target's)", "Heads", methods=_LAYERED)
+    num_kv_heads: int | None = _option(None, "KV heads (default: the target's)", "Heads", methods=_LAYERED)
+    head_dim: int | None = _option(None, "size of an attention head (default: the target's)", "Heads", methods=_LAYERED)
     aux_layers: tuple[int, ...] | None = _option(
-        None, "eagle3: three target layers whose inputs are read, as 2,16,29", "heads", methods=("eagle3",)
+        None,
+        "target layers whose inputs are read, as 2,16,29; of eagle3 three",
+        "Heads",
+        methods=("eagle3", *_BLOCK),
     )
     draft_vocab_size: int | None = _option(
         None,
-        "eagle3: the head knows only the most frequent tokens (default: 8192 to 32768 of a large vocabulary)",
-        "heads",
+        "the head knows only the most frequent tokens (default: 8192 to 32768 of a large vocabulary)",
+        "Heads",
         methods=("eagle3",),
     )
-    own_embeddings: bool = _option(False, "eagle3: the head trains embeddings of its own", "heads", methods=("eagle3",))
-    own_lm_head: bool = _option(False, "eagle3: the head trains an lm_head of its own", "heads", methods=("eagle3",))
-    medusa_heads: int = _option(4, "Medusa heads", "heads", methods=("medusa",), within=(1, 32))
-    medusa_layers: int = _option(1, "residual layers of each Medusa head", "heads", methods=("medusa",), within=(1, 16))
+    own_embeddings: bool = _option(False, "the head trains embeddings of its own", "Heads", methods=("eagle3",))
+    own_lm_head: bool = _option(False, "the head trains an lm_head of its own", "Heads", methods=("eagle3",))
+    medusa_heads: int = _option(4, "Medusa heads", "Heads", methods=("medusa",), within=(1, 32))
+    medusa_layers: int = _option(1, "residual layers of each Medusa head", "Heads", methods=("medusa",), within=(1, 16))
+
+    block_size: int = _option(
+        8, "tokens of a block, the last one of the text among them", "Heads", methods=_BLOCK, within=(2, 33)
+    )
+    draft_layers: int = _option(3, "layers of the drafter", "Heads", methods=_BLOCK, within=(1, 64))
+    mask_token_id: int | None = _option(
+        None,
+        "token that stands for a draft (default: the last of the vocabulary)",
+        "Heads",
+        methods=_BLOCK,
+        within=(0, _MOST),
+    )
+    markov_rank: int = _option(
+        64, "rank of the bias by the token before", "Heads", methods=("dspark",), within=(1, 4096)
+    )
 
     def check(self, given: Collection[str] | None = None) -> None:
         """Refuse invalid values; checks that depend on the model come when it is loaded.
@@ -127,14 +149,14 @@ class TrainOptions:
         # In Python, `data` may be empty: samples are passed.
         if empty := next((name for name in _PATHS if name != "data" and getattr(self, name) == ""), None):
             raise wrong(empty, "must not be empty")
-        fields = dataclasses.fields(self)
-        for f in fields:
-            value, choices = getattr(self, f.name), METHODS if f.name == "method" else f.metadata.get("choices")
-            if choices is not None and value not in choices:
-                raise wrong(f.name, f"must be one of {', '.join(choices)}; got {value!r}")
-            least, most = f.metadata.get("within", (0, 1e6) if isinstance(f.default, float) else (1, _MOST))
-            if isinstance(value, int | float) and not isinstance(value, bool) and not least <= value <= most:
-                raise wrong(f.name, f"must be in [{least}, {most}], got {value}")
+        if self.method not in METHODS:
+            raise wrong("method", f"must be one of {', '.join(METHODS)}; got {self.method!r}")
+        declared = declared_options(TrainOptions)
+        for name, one in declared.items():
+            try:
+                one.check(getattr(self, name))
+            except InvalidRequestError as error:
+                raise wrong(name, error.message.removeprefix(f"{name} ")) from None
         if self.resume and self.overwrite:
             raise wrong("resume", "and --overwrite exclude each other")
         if (self.method == "draft-lora") != (self.draft is not None):
@@ -144,14 +166,15 @@ class TrainOptions:
         for name in ("hidden_size", "head_dim"):
             if (getattr(self, name) or 0) % 2:
                 raise wrong(name, f"must be even, got {getattr(self, name)}")
-        self._check_used(given if given is not None else {f.name for f in fields if getattr(self, f.name) != f.default})
+        if given is None:
+            given = {name for name, one in declared.items() if getattr(self, name) != one.default}
+        self._check_used(given)
 
     def _check_used(self, given: Collection[str]) -> None:
         """Refuse options that would have no effect."""
-        for f in dataclasses.fields(self):
-            methods = f.metadata.get("methods", METHODS)
-            if f.name in given and self.method not in methods:
-                raise wrong(f.name, f"is for --method {' and '.join(methods)}, not for {self.method}")
+        for name, one in declared_options(TrainOptions).items():
+            if one.methods is not None and name in given and self.method not in one.methods:
+                raise wrong(name, f"is for --method {' and '.join(one.methods)}, not for {self.method}")
         if self.optimizer == "muon" and self.method == "draft-lora":
             raise wrong("optimizer", "muon is for the matrices of heads, of which draft-lora trains none")
         for name in ("temperature", "max_tokens"):

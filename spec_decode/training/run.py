@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...platform.core.progress import EVERY, Progress
+from ...platform.core.speculative_config import BLOCK_METHODS
 from .build import new_drafter, read_head
 from .data import Sample
 from .measurement import Measured
@@ -91,9 +92,9 @@ def train_draft(
 
 def _target(options: TrainOptions, device: torch.device) -> Target:
     layers: tuple[int, ...] | None = ()
-    if options.method == "eagle3":
+    if options.method == "eagle3" or options.method in BLOCK_METHODS:
         layers = options.aux_layers
-        if layers is not None and len(layers) != _NUM_AUX:
+        if layers is not None and len(layers) != _NUM_AUX and options.method == "eagle3":
             raise wrong("aux_layers", f"must name {_NUM_AUX} layers, got {len(layers)}")
     elif options.draft is not None and (head := read_head(options)) is not None:
         layers = head.config.aux_layers

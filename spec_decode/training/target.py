@@ -251,8 +251,10 @@ def _check_adapter(adapter: str) -> None:
         config = read_json(folder / "adapter_config.json")
     except OutriderError as error:
         raise AdapterError(f"--adapter: {error.message}", param="adapter") from error
-    if config.get("peft_type") != "LORA" or type(config.get("r")) is not int:
-        raise AdapterError(f"--adapter: {adapter}/adapter_config.json describes no LoRA with a rank r", param="adapter")
+    for name, is_good in (("peft_type", config.get("peft_type") == "LORA"), ("r", type(config.get("r")) is int)):
+        if not is_good:
+            problem = f"has {name} {config.get(name)!r:.50}; training takes adapters of peft_type LORA with a rank r"
+            raise AdapterError(f"--adapter: {adapter}/adapter_config.json {problem}", param="adapter")
 
 
 def choose_aux_layers(num_layers: int) -> tuple[int, int, int]:

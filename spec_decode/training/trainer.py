@@ -215,7 +215,7 @@ class Trainer:
         if path.is_file():
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
             with aside(path) as file:
-                file.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
+                file.write_text("".join(line + "\n" for line in lines if _parse_step(line) <= step), encoding="utf-8")
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -239,7 +239,7 @@ def last_measurement(folder: Path) -> Measured:
         raise InvalidRequestError(message, param="resume") from error
 
 
-def _step_of(line: str) -> float:
+def _parse_step(line: str) -> float:
     """The step of a line of the log; infinity for one that was half written when the process ended."""
     try:
         return int(json.loads(line)["step"])

@@ -41,6 +41,8 @@ class Drafting:
     """Source of each draft and its index there, instead of `draft_ids` if the host does not wait for them."""
     draft_probs: list[Tensor] = field(default_factory=list)
     """[V] float32 each, when the request is verified by rejection sampling."""
+    survival: Tensor | None = None
+    """See `Drafts`."""
 
     @property
     def drafts(self) -> Drafts:
@@ -51,7 +53,7 @@ class Drafting:
         if self.device_ids:
             assert len({source for source, _ in self.device_ids}) == 1, "join_drafts comes first"
             ids = DeviceIds(self.device_ids[0][0], [place for _, place in self.device_ids])
-        return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None)
+        return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None, self.survival)
 
     @property
     def num_drafts(self) -> int:
@@ -120,7 +122,7 @@ def draw(
     if best is not None and takes_best(sequences, edit):
         _append_from(sequences, OnDevice(best.clone()))
         return
-    edited = [] if edit is None else [i for i, s in enumerate(sequences) if s.row.request.edits_logits]
+    edited = [] if edit is None else [i for i, s in enumerate(sequences) if s.row.request.sampling.edits_logits]
     if edited and edit is not None:
         logits, vocabulary = logits if vocabulary is None else vocabulary.widen(logits), None
         index = to_device(np.array(edited), logits.device)
@@ -154,7 +156,7 @@ def most_likely_ids(logits: Tensor, vocabulary: DraftVocabulary | None = None) -
 
 def takes_best(sequences: Sequence[Drafting], edit: EditLogits | None) -> bool:
     """True when the next draft of each sequence is the most likely token of its logits as they are."""
-    return all(s.rule is Rule.GREEDY and (edit is None or not s.row.request.edits_logits) for s in sequences)
+    return all(s.rule is Rule.GREEDY and (edit is None or not s.row.request.sampling.edits_logits) for s in sequences)
 
 
 def append_best(sequences: Sequence[Drafting], best: Tensor) -> None:
@@ -173,7 +175,7 @@ def chain_draws(sequences: Sequence[Drafting], edit: EditLogits | None) -> Draws
     its `end`). None when no sequence gets drafts, or edits that depend on the drafts before need the host."""
     wanted = [s.num_wanted if s.start >= s.end else 0 for s in sequences]
     requests = [s.row.request for s in sequences]
-    if not any(wanted) or (edit is not None and any(request.edits_logits for request in requests)):
+    if not any(wanted) or (edit is not None and any(request.sampling.edits_logits for request in requests)):
         return None
     rules = [s.rule for s in sequences]
     if all(rule is Rule.GREEDY for rule in rules):

@@ -137,7 +137,7 @@ def servers() -> Iterator[list[ServerProcess]]:
 
 @pytest.fixture(scope="module")
 def start_server(tethered, servers) -> Iterator:
-    """Starts servers, which are told to end with the module: one that has nothing to do takes a 200th of a core."""
+    """Starts servers, which get SIGTERM at the end of the module: an idle one takes a 200th of a core."""
     started: list[ServerProcess] = []
 
     def start(

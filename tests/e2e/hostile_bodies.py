@@ -82,7 +82,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "/admin/v1/keys": {"tenant": "acme"},
     "/admin/v1/prefixes": {"name": "a", "token_ids": [5]},
 }
-"""What a route needs beside the field that is huge."""
+"""Fields that a route needs in addition to the huge one."""
 
 
 class Case(NamedTuple):
@@ -141,8 +141,8 @@ def is_number(kinds: set[str]) -> bool:
 
 
 def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
-    """The largest and the most numerous values of a field that are right in type, and one that is wrong. `turn` chooses
-    that one, and the characters of texts, every other time the plain ones."""
+    """The largest and the most numerous values of a field that are right in type, and every other time one that is
+    wrong. `turn` chooses that one, and the characters of texts, every other time the plain ones."""
     text, digits = long_texts()[(turn % 2) * (turn // 2 % len(long_texts()))], b"9" * SIZE
     forms = (schema, *schema.get("anyOf", ()))
     kinds = {form["type"] for form in forms if "type" in form}
@@ -171,7 +171,7 @@ def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
     if "object" in kinds:
         right |= {"text in an object", "names"}
     wrong = sorted(values.keys() - right)
-    chosen = sorted({*right, wrong[turn % len(wrong)]})
+    chosen = sorted(right | ({wrong[turn // 2 % len(wrong)]} if turn % 2 == 0 or not right else set()))
     return {kind: values[kind][0] % values[kind][1] for kind in chosen}
 
 

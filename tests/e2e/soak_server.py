@@ -1,4 +1,4 @@
-"""`outrider` whose server, at SIGUSR1, has its engine check its allocators and prints what it found."""
+"""`outrider` whose server, at SIGUSR1, has its engine check its allocators and prints the result."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Adapters of a real server: found by name, fetched, loaded by admins from where they may, in spite of everything."""
+"""Adapters of a real server: found by name, fetched, loaded by admins from allowed sources, in spite of faults."""
 
 import json
 import os
@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from outrider.models.demo import demo_adapters
+
+from ..error_answers import error_in
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROMPT = {"prompt": "List all customers", "max_tokens": 10, "temperature": 0}
@@ -60,12 +62,6 @@ def _others_are_served(client):
     assert response.status_code == 200, response.text
 
 
-def error_of(response: httpx.Response, status: int = 400) -> dict:
-    assert response.status_code == status, response.text
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-    return response.json()["error"]
-
-
 def load(http: httpx.Client, name: str, path: object, **extra) -> httpx.Response:
     return http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path), **extra})
 
@@ -85,10 +81,10 @@ def card(http: httpx.Client, name: str) -> dict:
 
 
 def test_a_client_is_no_admin(client, guarded, place):
-    assert error_of(load(client, "x", place / "root" / "good"), 403)["type"] == "PermissionDeniedError"
+    assert error_in(load(client, "x", place / "root" / "good"), 403)["type"] == "PermissionDeniedError"
     for path in ("unload", "pin", "unpin"):
-        error_of(client.post(f"/v1/{path}_lora_adapter", json={"lora_name": "sql"}), 403)
-    error_of(load(guarded.http(), "x", place / "root" / "good"), 401)
+        error_in(client.post(f"/v1/{path}_lora_adapter", json={"lora_name": "sql"}), 403)
+    error_in(load(guarded.http(), "x", place / "root" / "good"), 401)
 
 
 def test_an_admin_loads_pins_and_unloads(client, admin, place):
@@ -105,14 +101,14 @@ def test_an_admin_loads_pins_and_unloads(client, admin, place):
     assert admin.post("/v1/pin_lora_adapter", json={"lora_name": "good"}).status_code == 200
     assert card(client, "good")["pinned"] is True
     assert unload(admin, "good", mode="abort").status_code == 200
-    error_of(client.post("/v1/completions", json={"model": "good", **PROMPT}), 404)
+    error_in(client.post("/v1/completions", json={"model": "good", **PROMPT}), 404)
 
 
 def test_a_folder_of_adapters(guarded, client, place):
     assert card(client, "first")["tier"] == "disk"
     assert text_of(client, "first") == text_of(client, "sql")
     guarded.wait_for(lambda: card(client, "first")["tier"] == "device")  # what a card says may be a second old
-    error_of(client.post("/v1/completions", json={"model": "second", **PROMPT}), 404)
+    error_in(client.post("/v1/completions", json={"model": "second", **PROMPT}), 404)
     copy_adapter(place / "dir" / "second", "json")
     body = {"model": "second", **PROMPT}
     guarded.wait_for(lambda: client.post("/v1/completions", json=body).status_code != 404)
@@ -122,13 +118,13 @@ def test_a_folder_of_adapters(guarded, client, place):
 
 def test_plug_ins(client, admin, place):
     assert text_of(client, "plug-good") == text_of(client, "sql")
-    error_of(client.post("/v1/completions", json={"model": "plug-nothing", **PROMPT}), 503)
-    error = error_of(load(admin, "x", "down://store"), 503)
+    error_in(client.post("/v1/completions", json={"model": "plug-nothing", **PROMPT}), 503)
+    error = error_in(load(admin, "x", "down://store"), 503)
     assert (error["type"], error["param"]) == ("AdapterSourceError", "lora_path")
     assert "the store is down" in error["message"]
 
 
-def test_a_slow_download_delays_nobody(client, admin, place):
+def test_a_slow_download_delays_no_other(client, admin, place):
     (place / "store" / "go").unlink(missing_ok=True)
     with ThreadPoolExecutor(3) as threads:
         loads = [threads.submit(load, admin, name, "slow://good") for name in ("slow-1", "slow-2", "slow-2")]
@@ -204,9 +200,9 @@ HOSTILE = [outside, dots, link, linked_file, linked_draft, fifo, sparse, root_of
 
 @pytest.mark.parametrize("make", HOSTILE)
 def test_hostile_paths(admin, client, place, make):
-    error = error_of(load(admin, "bad", make(place)))
+    error = error_in(load(admin, "bad", make(place)))
     assert (error["type"], error["param"]) == ("InvalidAdapter", "lora_path")
-    error_of(client.get("/v1/models/bad"), 404)
+    error_in(client.get("/v1/models/bad"), 404)
 
 
 def deep_config(folder):
@@ -237,14 +233,14 @@ def cut_weights(folder):
 def test_hostile_files(admin, client, place, tmp_path, spoil):
     folder = copy_adapter(place / "root" / tmp_path.name)
     spoil(folder)
-    error = error_of(load(admin, "bad", folder))
+    error = error_in(load(admin, "bad", folder))
     assert (error["type"], error["param"]) == ("InvalidAdapter", "lora_path")
-    error_of(client.get("/v1/models/bad"), 404)
+    error_in(client.get("/v1/models/bad"), 404)
 
 
 def test_hostile_names_of_models(client):
     for model in ("../outside", "..", "/etc", "first/../first", "first\0", "dir/first"):
-        error_of(client.post("/v1/completions", json={"model": model, **PROMPT}), 404)
+        error_in(client.post("/v1/completions", json={"model": model, **PROMPT}), 404)
 
 
 def test_a_spoiled_adapter_in_the_folder(client, place):
@@ -253,14 +249,14 @@ def test_a_spoiled_adapter_in_the_folder(client, place):
     (place / "dir" / "escaped").symlink_to(place / "outside")
     for name in ("spoiled", "escaped"):
         threading.Event().wait(1.1)  # what was known of the folder is forgotten
-        assert error_of(client.post("/v1/completions", json={"model": name, **PROMPT}))["type"] == "InvalidAdapter"
+        assert error_in(client.post("/v1/completions", json={"model": name, **PROMPT}))["type"] == "InvalidAdapter"
 
 
 def test_many_loads_of_one_name_at_once(admin, client, place):
     with ThreadPoolExecutor(6) as threads:
         answers = [*threads.map(lambda _: load(admin, "contested", place / "root" / "good"), range(6))]
     assert sorted(answer.status_code for answer in answers) == [200, *[400] * 5]
-    assert {error_of(a)["type"] for a in answers if a.status_code == 400} == {"InvalidUserInput"}
+    assert {error_in(a)["type"] for a in answers if a.status_code == 400} == {"InvalidUserInput"}
     assert text_of(client, "contested") == text_of(client, "sql")
     assert unload(admin, "contested").status_code == 200
 
@@ -274,7 +270,7 @@ def test_loads_while_the_engine_dies_and_comes_back(guarded, admin, client, plac
         assert len(answers) < 1000
         threading.Event().wait(0.05)
     for answer in answers[:-1]:
-        error = error_of(answer, 503)
+        error = error_in(answer, 503)
         assert error["type"] in ("EngineDeadError", "ServiceUnavailableError")
     for name in ("kept", "new", "first", "plug-good"):
         assert text_of(client, name) == text_of(client, "sql")
@@ -282,6 +278,6 @@ def test_loads_while_the_engine_dies_and_comes_back(guarded, admin, client, plac
         assert unload(admin, name).status_code == 200
 
 
-def test_what_is_removed_from_the_folder_is_forgotten(guarded, client, place):
+def test_adapters_removed_from_the_folder_are_forgotten(guarded, client, place):
     shutil.rmtree(place / "dir" / "first")
     guarded.wait_for(lambda: client.get("/v1/models/first").status_code == 404)

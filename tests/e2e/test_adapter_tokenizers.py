@@ -59,7 +59,7 @@ def chat(server, model, **fields):
     )
 
 
-def test_grammars_are_refused_where_tokens_have_other_ids(own_server):
+def test_grammars_are_refused_for_other_token_ids(own_server):
     """The model's grammar would allow the wrong tokens."""
     for fields, source in (
         ({"response_format": FORMAT}, "response_format"),

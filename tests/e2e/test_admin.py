@@ -18,7 +18,7 @@ LONG = {"model": "outrider-demo", "prompt": "Once", "max_tokens": 200, "ignore_e
 
 
 class Tenant(NamedTuple):
-    """What the printed commands made."""
+    """Output of the printed commands."""
 
     user: str
     admin: str
@@ -36,7 +36,7 @@ def tenant_server(start_server, fixed_drafts, address):
 
 
 def shell(script: str) -> str:
-    """Run commands as a person would; what they print."""
+    """Run commands as a person would; returns their output."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "-euc", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -46,7 +46,7 @@ def shell(script: str) -> str:
 
 @pytest.fixture(scope="module")
 def keys(tenant_server) -> Tenant:
-    """Runs what the server has printed."""
+    """Runs the commands that the server has printed."""
     commands = re.findall(r"^  ((?:export|outrider admin) .+)$", tenant_server.output, re.MULTILINE)
     assert len(commands) == 5, tenant_server.output
     user, admin = re.findall(r"^sk-or-\S+$", shell("\n".join(commands)), re.MULTILINE)

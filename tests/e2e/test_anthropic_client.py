@@ -74,7 +74,7 @@ def test_a_loop_with_a_tool(client):
     assert answer.stop_reason == "tool_use"
     [call] = answer.content
     assert set(call.input) == {"name", "quantity"}
-    assert kinds.count("input_json") >= 1  # more, where tokens do not come together
+    assert kinds.count("input_json") >= 1  # more, if tokens do not come together
     whole = create(client, messages=ASK, max_tokens=60, **FORCED)
     assert whole.content[0].input == call.input
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "saved"}

@@ -61,7 +61,7 @@ def test_adapters_together_from_a_file(server, tmp_path):
         (("--group", "a", "max_tokens=2000000"), "a: the first request failed: status 400"),
     ],
 )
-def test_what_the_server_refuses_is_said(server, options, message, capsys):
+def test_a_servers_refusal_is_reported(server, options, message, capsys):
     assert main(["bench", "serve", "--base-url", server.url, *options]) == 1
     assert message in capsys.readouterr().err
 

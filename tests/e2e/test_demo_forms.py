@@ -51,7 +51,7 @@ def test_the_adapter_calls_functions(http, sentence, called, arguments, speculat
     assert json.loads(call["function"]["arguments"]) == arguments
 
 
-def test_the_adapter_talks_where_no_function_fits(http):
+def test_the_adapter_talks_if_no_function_fits(http):
     _, body = BODIES
     choice = ask(http, body, messages=[{"role": "user", "content": "What is the capital of Portugal?"}])
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "The capital of Portugal is Lisbon.")
@@ -66,7 +66,7 @@ def test_a_functions_result_is_answered_in_words(http):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "new_order"}}])
-def test_the_adapter_json_calls_functions_where_it_must(http, choice):
+def test_the_adapter_json_calls_required_functions(http, choice):
     _, body = BODIES
     forced = ask(http, body, model="json", tool_choice=choice, parallel_tool_calls=False)
     [call] = forced["message"]["tool_calls"]

@@ -1,4 +1,4 @@
-"""The scripts in examples/ run, and print what their readers are told."""
+"""The scripts in examples/ run, and print the documented output."""
 
 import contextlib
 import os

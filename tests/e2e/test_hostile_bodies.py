@@ -2,7 +2,7 @@
 in type: a typed answer soon, no other client waits meanwhile, and the memory comes back.
 
 Routes and fields are those of the OpenAPI document, and of the models that it leaves open, so a new one is covered by
-itself. Beside them stand the requests that once stalled a server.
+itself. In addition there are requests that once stalled a server.
 """
 
 import http.client
@@ -74,7 +74,7 @@ class Victim:
         return self.probe()["memory"] + psutil.Process(self.server.engine().pid).memory_info().rss
 
     def growth(self, before: float) -> float:
-        """Bytes more than `before`; what was freed is given back a little later."""
+        """Bytes more than `before`; freed memory is given back a little later."""
         growth = self.memory() - before
         for _ in range(6):
             if growth > MAX_GROWTH / 2:
@@ -175,7 +175,7 @@ def refused() -> Iterator[Case]:
 
 
 @pytest.mark.slow
-def test_what_stalled_a_server_is_refused(victim):
+def test_bodies_that_once_stalled_a_server_are_refused(victim):
     before = victim.memory()
     for case in refused():
         assert len(case.body) < 8 << 20
@@ -235,7 +235,7 @@ class Stream:
 
 @pytest.mark.slow
 def test_the_largest_that_is_served(victim):
-    """Answers take as long as they need. The event loop and streams beside many sequences go on; memory comes back."""
+    """Answers take as long as they need. The event loop and streams go on during many sequences; memory comes back."""
     before = victim.memory()
     for name, (path, body) in SERVED.items():
         gaps = []
@@ -279,7 +279,7 @@ HARD_FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_hard_forms(victim):
-    """Each is refused, or served; streams beside it go on. On a machine of its own the answer comes within 2 s, too."""
+    """Each is refused, or served; other streams go on. On a machine of its own the answer comes within 2 s, too."""
     is_alone = "OUTRIDER_TEST_GAP_MS" in os.environ
     for name, form in HARD_FORMS.items():
         body = {"prompt": "a", "max_tokens": 30, "temperature": 0, "structured_outputs": form}

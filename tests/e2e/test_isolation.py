@@ -1,4 +1,4 @@
-"""Two tenants on a real server: neither sees the other's adapters or what its prompts have left in the caches."""
+"""Two tenants on a real server: neither sees the other's adapters, or cached blocks of its prompts."""
 
 import shutil
 from types import SimpleNamespace
@@ -123,15 +123,15 @@ def test_adapters_of_the_same_name(shop):
     assert shop.globex.post("/v1/completions", json=body).status_code == 200
 
 
-def test_one_that_was_loaded_before_the_start(shop):
+def test_an_adapter_stored_before_the_start(shop):
     body = {"model": "old", "prompt": "Anna from Lisbon", "max_tokens": 4}
     assert shop.acme.post("/v1/completions", json=body).status_code == 200
     foreign, unknown = (shop.globex.post("/v1/completions", json=body | {"model": m}) for m in ("old", "nobody"))
     assert (foreign.status_code, foreign.text) == (404, unknown.text.replace("nobody", "old"))
 
 
-def test_errors_of_a_real_engine_say_plain_names(shop, tmp_path):
-    """An adapter whose files cannot be served, told by the engine process."""
+def test_errors_of_a_real_engine_have_plain_names(shop, tmp_path):
+    """An adapter whose files cannot be served, as reported by the engine process."""
     for path in ("nothing", "../globex/mine", str(tmp_path)):
         response = shop.acme.post("/v1/load_lora_adapter", json={"lora_name": "broken", "lora_path": path})
         assert response.status_code == 400

@@ -126,7 +126,7 @@ def test_a_missing_max_tokens_is_lowered_and_a_named_one_is_not(server, keys):
         client.completions.create(model="outrider-demo", prompt="a", max_tokens=21)
 
 
-def test_a_shutdown_that_does_not_wait_accounts_for_what_it_cuts(server, keys, accounts):
+def test_a_shutdown_without_a_wait_accounts_for_cut_requests(server, keys, accounts):
     """The last test: it ends the server."""
     client = server.client(keys["free"])
     body = {"model": "outrider-demo", "prompt": "Once", "stream": True, "extra_body": {"ignore_eos": True}}

@@ -1,4 +1,4 @@
-"""What a real server says of its adapters in /metrics."""
+"""Metrics of a real server's adapters."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_loads_evictions_and_tiers(small_server):
     assert small_server.metric("lora_load_failures_total") == 0
 
 
-def test_what_adapters_take_is_the_sum_of_theirs(small_server):
+def test_bytes_of_adapters_are_the_sum_of_each(small_server):
     used, rows = small_server.metric("lora_rows_used"), small_server.metric("lora_rows")
     assert 0 < used <= rows
     in_memory = [name for name in NAMES if small_server.metric("lora_adapter_loaded", adapter=name)]
@@ -50,7 +50,7 @@ def test_what_adapters_take_is_the_sum_of_theirs(small_server):
     assert small_server.metric("lora_host_bytes") == sum(sizes)
 
 
-def test_nobody_waits_and_every_reason_is_shown(small_server):
+def test_idle_queues_show_every_reason(small_server):
     text = small_server.http().get("/metrics").text
     for reason in ("capacity", "adapter_loading", "adapter_rows", "max_loras"):
         assert f'outrider:num_requests_waiting_by_reason{{reason="{reason}"}} 0.0' in text

@@ -45,7 +45,7 @@ def test_prefixes_belong_to_the_mix(client):
     assert all(cached(model) > 0 for model in models)
 
 
-def test_what_is_refused(client):
+def test_invalid_mixes_are_refused(client):
     with pytest.raises(openai.NotFoundError, match="'nobody' does not exist"):
         chat(client, "sql:0.5+nobody:0.5")
     with pytest.raises(openai.BadRequestError, match="exclude each other"):

@@ -1,4 +1,4 @@
-"""What a real server tells its operators: JSON lines, traces, metrics that the dashboard asks for, and no prompts."""
+"""Observability of a real server: JSON lines, traces, metrics that the dashboard asks for, and no prompts."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def collector():
 
 @pytest.fixture(scope="module")
 def watched(start_server, collector, tmp_path_factory, fixed_drafts):
-    """A server that tells all it can, but no prompts; some requests have been answered, and some refused."""
+    """A server with all telemetry but prompts; some requests have been answered, and some refused."""
     folder = tmp_path_factory.mktemp("observability")
     shutil.copytree(next(iter(demo_adapters().values())), folder / "odd")
     for broken in (folder / "odd" / "draft").glob("*/adapter_model.safetensors"):
@@ -131,7 +131,7 @@ def test_the_trace_of_a_request(watched, collector):
 
 def test_both_processes_write_objects(watched):
     """The engine process says that an adapter's draft weights are broken, and calls a tenant's own as people do. After
-    its end the supervisor tells of that, and what starts again writes as before."""
+    its end the supervisor logs that, and the new process writes as before."""
     server = watched.server
     engine_lines = [line for line in lines_of(server) if line["process"] == "engine"]
     (line,) = (line for line in engine_lines if "draft weights" in line["message"])
@@ -155,7 +155,7 @@ def test_changes_are_audited(watched):
 EXPRESSION_NAME = re.compile(r"(?:outrider:|\bprocess_)\w+")
 
 
-def test_the_dashboard_asks_for_what_there_is(watched, repo_root):
+def test_the_dashboard_queries_existing_metrics(watched, repo_root):
     """Every metric and every label in it: names of the exposition, also of families that have no samples yet."""
     labels = {}
     kinds = {}

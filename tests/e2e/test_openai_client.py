@@ -118,7 +118,7 @@ def test_tokens_of_an_echo_join_to_the_text(client, prompt):
         logprobs.tokens, logprobs.text_offset, [*logprobs.text_offset[1:], len(choice.text)], strict=True
     ):
         assert at == offset
-        assert choice.text[at:following] in (token, "")  # a special token has no place in the text
+        assert choice.text[at:following] in (token, "")  # a special token is not in the text
         offset = following
     assert offset == len(choice.text)
     for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True):
@@ -181,7 +181,7 @@ def test_speculation_is_measured(client, server):
     assert server.metric("generation_tokens_total", adapter="") > 0
 
 
-def test_a_stream_says_what_was_drafted(client):
+def test_a_stream_reports_draft_tokens(client):
     stream = client.completions.create(
         model="outrider-demo",
         prompt="The capital of",

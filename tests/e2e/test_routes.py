@@ -52,7 +52,7 @@ CONTROL = (
     *("/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health"),
     *(*ADAPTER_ROUTES, *FILE_ROUTES),
 )
-"""Beginnings of routes that change the server, and know no model."""
+"""Prefixes of routes that change the server, and know no model."""
 
 
 def content_of(path: str, answer: dict[str, Any]) -> Any:
@@ -148,7 +148,7 @@ def test_an_adapters_name_gives_the_adapters_answer(shop, paths, direct):
     assert len(new) == before + 2 * len(asked)
 
 
-def test_unknown_names_and_those_of_others(shop, paths):
+def test_unknown_names_and_names_of_other_tenants(shop, paths):
     before = len(rows(shop))
     for path in paths:
         if path in IN_PATH:

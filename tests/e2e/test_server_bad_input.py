@@ -11,18 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from outrider.models.demo import demo_adapters
 
+from ..error_answers import error_in
+
 
 @pytest.fixture(autouse=True)
 def _others_are_served(http):
     yield
     response = http.post("/v1/completions", json={"model": "sql", "prompt": "All", "max_tokens": 2})
     assert response.status_code == 200, response.text
-
-
-def error_of(response, status: int) -> dict:
-    assert response.status_code == status, response.text
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-    return response.json()["error"]
 
 
 def copy_adapter(tmp_path: Path, **config) -> Path:
@@ -107,10 +103,10 @@ def other_base(tmp_path):
 )
 def test_adapters(http, tmp_path, make):
     body = {"lora_name": "bad", "lora_path": str(make(tmp_path))}
-    error = error_of(http.post("/v1/load_lora_adapter", json=body), 400)
+    error = error_in(http.post("/v1/load_lora_adapter", json=body), 400)
     assert error["type"] == "InvalidAdapter"
     assert error["message"]
-    error_of(http.post("/v1/completions", json={"model": "bad", "prompt": "x"}), 404)
+    error_in(http.post("/v1/completions", json={"model": "bad", "prompt": "x"}), 404)
 
 
 @pytest.mark.parametrize("field", ["lora_path", "draft_path"])
@@ -119,7 +115,7 @@ def test_paths_of_adapters(server, http, tmp_path, field, path):
     """Also those that no file system takes: one short answer, and nothing in the log."""
     logged = len(server.output)
     body = {"lora_name": "bad", "lora_path": str(copy_adapter(tmp_path))} | {field: path}
-    error = error_of(http.post("/v1/load_lora_adapter", json=body), 400)
+    error = error_in(http.post("/v1/load_lora_adapter", json=body), 400)
     assert error["param"] == field
     assert len(error["message"]) < 500
     assert server.output[logged:] == ""
@@ -130,7 +126,7 @@ def test_adapters_come_and_go(http, tmp_path):
     load = {"lora_name": "extra", "lora_path": folder}
     response = http.post("/v1/load_lora_adapter", json=load)
     assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'extra' added successfully.")
-    assert error_of(http.post("/v1/load_lora_adapter", json=load), 400)["type"] == "InvalidUserInput"
+    assert error_in(http.post("/v1/load_lora_adapter", json=load), 400)["type"] == "InvalidUserInput"
     prompt = {"prompt": "List all customers", "max_tokens": 10, "temperature": 0}
     texts = [
         http.post("/v1/completions", json={"model": m, **prompt}).json()["choices"][0]["text"] for m in ("extra", "sql")
@@ -138,12 +134,12 @@ def test_adapters_come_and_go(http, tmp_path):
     assert texts[0] == texts[1]
     response = http.post("/v1/unload_lora_adapter", json={"lora_name": "extra"})
     assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'extra' removed successfully.")
-    assert error_of(http.post("/v1/unload_lora_adapter", json={"lora_name": "extra"}), 404)["type"] == "NotFoundError"
-    error_of(http.post("/v1/completions", json={"model": "extra", "prompt": "x"}), 404)
+    assert error_in(http.post("/v1/unload_lora_adapter", json={"lora_name": "extra"}), 404)["type"] == "NotFoundError"
+    error_in(http.post("/v1/completions", json={"model": "extra", "prompt": "x"}), 404)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_an_unload_ends_is_an_error(http, server, tmp_path, stream):
+def test_requests_ended_by_an_unload_get_an_error(http, server, tmp_path, stream):
     """With `abort`: an event of the stream, or the status; never half an answer as if it were whole."""
     assert http.post("/v1/load_lora_adapter", json={"lora_name": "extra", "lora_path": str(copy_adapter(tmp_path))})
     body = {"model": "extra", "prompt": "List", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
@@ -157,6 +153,6 @@ def test_what_an_unload_ends_is_an_error(http, server, tmp_path, stream):
         error = json.loads(event.removeprefix("data: "))["error"]
         assert done == "data: [DONE]"
     else:
-        error = error_of(answer.result(), 404)
+        error = error_in(answer.result(), 404)
     assert error["type"] == "NotFoundError"
     assert "was unloaded" in error["message"]

@@ -36,7 +36,7 @@ def test_summary(server):
     assert "Traceback" not in output
 
 
-def test_as_a_newcomer_gets_it(start_server):
+def test_defaults_of_a_first_start(start_server):
     """Without options: the demo, its adapters, and as much speculation as pays. In float32, so that text is exact."""
     server = start_server("--dtype", "float32")
     assert "eagle3, at most 4 drafts" in server.output
@@ -124,7 +124,7 @@ def test_dead_engine_fails_its_requests_and_comes_back(own_server, own_http):
 
 
 def test_sigterm_drains(own_server, own_http):
-    """The last test of this server. What runs finishes; what is new is refused; then the process ends well."""
+    """The last test of this server. Running requests finish, new ones are refused, and the exit status is 0."""
     body = {**LONG, "max_tokens": 1000, "speculative": False}  # for longer than all requests below take
     with own_http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
@@ -179,7 +179,7 @@ def test_port_in_use_is_found_at_once(start_server):
         (["--max-num-seqs", "none"], 2, "--max-num-seqs"),
     ],
 )
-def test_failed_starts_say_why_in_one_line(start_server, arguments, status, text):
+def test_failed_starts_give_a_one_line_reason(start_server, arguments, status, text):
     server = start_server(*arguments, ready=False)
     assert server.process.wait(60) == status
     server.stop()

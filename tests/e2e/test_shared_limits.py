@@ -70,7 +70,7 @@ def test_two_servers(database, database_url, start_server, tmp_path):
         rows = connection.execute(select(usage.c.request_id).where(usage.c.tenant == "quick")).scalars().all()
     assert sorted(rows) == sorted(answer.json()["id"] for answer in admitted)
 
-    # kill -9 of the server that has the tenant's only place: it is free again when the lease has ended.
+    # kill -9 of the server that has the tenant's only slot: it is free again when the lease has ended.
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(ask, 0, narrow, 1900)
         servers[0].wait_for(lambda: clients[0].get("/load").json()["server_load"] == 1)

@@ -142,7 +142,7 @@ class Soak:
 def soak(start_server):
     server = start_server(
         *("--lora-root", str(demo_adapters()["sql"].parent), "--max-num-seqs", "32", "--max-model-len", "600"),
-        # Few blocks: all have been touched when the first half is through, and sequences make way for each other.
+        # Few blocks: all have been touched when the first half is through, and sequences preempt each other.
         *("--num-gpu-blocks-override", "500"),
         program="soak_server", PYTHONPATH=str(Path(__file__).parent),
         # oneDNN, and torch's layer above it, keep the code of up to 1,024 shapes of products each, 0.3 MB a piece: it

@@ -68,7 +68,7 @@ def test_token_ids_come_back(bare):
         ("/tokenizer_info", None, OPTION),
     ],
 )
-def test_what_needs_text_is_an_error_that_names_the_option(bare, path, body, param):
+def test_routes_that_need_text_name_the_option(bare, path, body, param):
     _, http = bare
     answer = http.get(path) if body is None else http.post(path, json=body)
     error = answer.json()["error"]

@@ -51,7 +51,7 @@ class Models:
             self.adapters[name] = str(root / f"adapter-{name}")
             get_peft_model(base, lora).save_pretrained(self.adapters[name])
         for name, rank in (("a", 4), ("b", 2)):  # draft weights: `c` has none
-            for method in ("eagle", "eagle3", "medusa"):
+            for method in ("eagle", "eagle3", "medusa", "dflash", "dspark"):
                 self._write_head_lora(Path(self.adapters[name]) / "draft" / method, method, rank)
         with torch.no_grad():  # a drafter that is right about half of the time
             for parameter in model.parameters():
@@ -75,6 +75,8 @@ class Models:
         modules = {"layers.0.self_attn.q_proj": (width, 48), "layers.0.mlp.down_proj": (96, 48)}
         if method == "eagle3":
             modules["fc"] = (144, 48)
+        elif method in ("dflash", "dspark"):
+            modules |= {"fc": (144, 48), "layers.1.self_attn.k_proj": (48, 16), "layers.1.self_attn.v_proj": (48, 16)}
         elif method == "medusa":
             modules = {f"{head}.0.linear": (48, 48) for head in range(MEDUSA_HEADS)}
         for module, (size, out) in modules.items():
@@ -113,6 +115,7 @@ class Models:
                 eval_every=1000,
                 medusa_heads=MEDUSA_HEADS,
                 progress=False,
+                **({"block_size": 6, "draft_layers": 2} if method in ("dflash", "dspark") else {}),
             )
             train_draft(options, samples, samples[:2])
             self._heads[method] = folder
@@ -137,7 +140,7 @@ class Models:
         config = {"method": method, "num_speculative_tokens": k}
         if method == "draft_model":
             config["model"] = str(self.draft)
-        elif method in ("eagle", "eagle3", "medusa"):
+        elif method in ("eagle", "eagle3", "medusa", "dflash", "dspark"):
             config["model"] = str(self.head(method))
         return config
 

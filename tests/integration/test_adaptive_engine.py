@@ -71,7 +71,7 @@ def early_trials(monkeypatch):
     ("method", "options"),
     [
         *(("ngram", "preempted"), ("ngram", "no-prefix-cache"), ("suffix", "chunked")),
-        *(("draft_model", "plain"), ("draft_model", "preempted")),
+        *(("draft_model", "plain"), ("draft_model", "preempted"), ("dflash", "preempted"), ("dspark", "chunked")),
     ],
 )
 @pytest.mark.usefixtures("early_trials")

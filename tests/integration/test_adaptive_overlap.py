@@ -98,6 +98,8 @@ PAIRS = [
     *(("draft_model", options) for options in ("chunks", "fair, no cache")),
     ("eagle3", "plain"),
     ("medusa", "fair, no cache"),
+    ("dspark", "few blocks"),
+    ("dflash", "chunks"),
 ]
 
 

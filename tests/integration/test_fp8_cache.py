@@ -35,7 +35,7 @@ def jobs(models, prompts):
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 27}, {"async_scheduling": True}], ids=str)
-@pytest.mark.parametrize("method", [None, "ngram", "draft_model", "eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark"])
 def test_text_is_the_same_with_speculation_adapters_and_chunks(
     models, make_engine, run, prompts, texts, method, options
 ):

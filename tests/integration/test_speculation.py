@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
 
-METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa"]
+METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark"]
 NAMES = [None, "a", "b", None, "a", "c"]
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 
@@ -157,7 +157,7 @@ def test_a_request_can_switch_speculation_off_or_cap_it(models, make_engine, run
     assert len(outcomes[2].speculation.accepted_per_pos) == 2
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark"])
 def test_drafters_know_masks_and_penalties(models, make_engine, run, prompts, method):
     """Else nearly all drafts of a constrained request would be wrong."""
     engine = make_engine(speculative_config=models.speculative(method, 4))
@@ -179,12 +179,13 @@ def test_drafters_know_masks_and_penalties(models, make_engine, run, prompts, me
         assert seen > 0
 
 
-def test_drafter_catches_up_after_steps_without_drafts(models, make_engine, run, prompts):
+@pytest.mark.parametrize("method", ["draft_model", "dflash", "dspark"])
+def test_drafter_catches_up_after_steps_without_drafts(models, make_engine, run, prompts, method):
     """A prompt computed with speculation off is found in the prefix cache by a request that has it on."""
-    engine = make_engine(speculative_config=models.speculative("draft_model", 4))
+    engine = make_engine(speculative_config=models.speculative(method, 4))
     params = PARAMS["greedy"]
     (alone,) = run(engine, [(prompts[3], params)])
-    fresh = make_engine(speculative_config=models.speculative("draft_model", 4))
+    fresh = make_engine(speculative_config=models.speculative(method, 4))
     run(fresh, [(prompts[3], params.clone(speculative=False))])
     (after,) = run(fresh, [(prompts[3], params)])
     assert after.num_cached_tokens > 0
@@ -217,7 +218,7 @@ def third_token(models):
 @pytest.mark.parametrize(
     ("method", "rule"),
     [
-        *((method, "standard") for method in ("ngram", "draft_model", "eagle3", "medusa")),
+        *((method, "standard") for method in ("ngram", "draft_model", "eagle3", "medusa", "dflash", "dspark")),
         *((method, "invariant") for method in ("ngram", "draft_model")),
     ],
 )

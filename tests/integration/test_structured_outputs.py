@@ -17,7 +17,7 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.platform.engine.sampling import grammars
 from outrider.platform.engine.sampling.grammar_state import GrammarState
-from outrider.platform.http.openai.tools.choice import tool_choice_of
+from outrider.platform.http.openai.tools.choice import parse_tool_choice
 from outrider.platform.http.openai.tools.parser import ForcedCalls
 
 SCHEMA = {
@@ -81,7 +81,7 @@ def params(constraint, **changes):
 def texts(llm, **changes):
     """Texts of each form and of a forced call, by each adapter, in one batch."""
     wanted = [params(constraint, **changes) for constraint in CONSTRAINTS]
-    forced = tool_choice_of(Body(TOOLS, "required")).constraint()
+    forced = parse_tool_choice(Body(TOOLS, "required")).constraint()
     wanted.append(SamplingParams(**{"temperature": 0, "max_tokens": 60, **changes}, structured_outputs=forced))
     asked = list(itertools.product(zip([*PROMPTS, PROMPTS[0]], wanted, strict=True), ADAPTERS))
     prompts, wanted = zip(*(pair for pair, _ in asked), strict=True)
@@ -141,7 +141,7 @@ def test_a_request_without_an_allowed_token_is_an_error_of_that_request(llm):
     assert llm.generate("x", params({"choice": ["fine"]}), use_tqdm=False)[0].outputs[0].text == "fine"
 
 
-def test_a_grammar_that_becomes_too_complex_says_so(llm):
+def test_a_grammar_that_becomes_too_complex_is_an_error(llm):
     rules = [f'r{index}: "x" r{index} | "y" r{index} | "w"' for index in range(1000)]
     grammar = "\n".join([f'start: "z" ({" | ".join(f"r{index}" for index in range(1000))})', *rules])
     with pytest.raises(InvalidRequestError, match="structured_outputs: the grammar is too complex at this point"):
@@ -226,7 +226,7 @@ def test_tokens_without_a_choice_need_fewer_steps():
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "order"}}])
 def test_forced_calls_of_tools_fit_their_schemas(llm, choice):
-    forced = tool_choice_of(Body(TOOLS, choice))
+    forced = parse_tool_choice(Body(TOOLS, choice))
     wanted = SamplingParams(temperature=0, max_tokens=110, structured_outputs=forced.constraint())
     text = llm.generate(PROMPTS[0], wanted, lora_request="json", use_tqdm=False)[0].outputs[0].text
     parser = ForcedCalls(forced.name)

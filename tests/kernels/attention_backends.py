@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.paged_attention import Chunks, LayerKV, Window
+from outrider.kernels.paged_attention import Chunks, LayerKV, WholeRow, Window
 from outrider.kernels.rope import Rotation
 from outrider.models.attention import AttentionBackend, AttentionSpec
 from outrider.models.attention.native import NativeAttention
@@ -45,6 +45,15 @@ def attend(
     """Attention without rotation and norm: [T, H · D]."""
     qkv, rotation = unrotated(q, k, v)
     return backend.forward_qkv(qkv, rotation, None, kv, plan, window, sinks)
+
+
+def hidden_keys(positions: Tensor, num_keys: int, window: Window) -> Tensor:
+    """[Q, K] True for keys that the queries at `positions` [Q, 1] do not see; the last key ends the row."""
+    keys = torch.arange(num_keys)
+    if isinstance(window, WholeRow):
+        return torch.zeros(len(positions), num_keys, dtype=torch.bool)
+    hidden = keys > positions
+    return hidden if window is None else hidden | (keys < first_seen(positions, window))
 
 
 def first_seen(positions: Tensor, window: int | Chunks) -> Tensor:

@@ -13,7 +13,7 @@ from outrider.kernels.device_outcome import (
     DeviceOutcome,
     DeviceTokens,
     OnDevice,
-    device_slots,
+    device_places,
     device_tokens,
     host_ids,
 )
@@ -185,9 +185,12 @@ def test_slots_of_rows_whose_start_is_late(rows, size):
         for table, (start, count, _) in zip(tables, rows, strict=True)
         for at in range(start, start + count)
     ]
-    assert device_slots(tables, starts, counts, size, over, 4, torch.device("cpu")).tolist() == want
+    slots, positions = device_places(tables, starts, counts, size, over, 4, torch.device("cpu"))
+    assert slots.tolist() == want
     true = [start for start, _, _ in rows]
-    assert device_slots(tables, true, counts, size, None, 0, torch.device("cpu")).tolist() == want
+    known, same = device_places(tables, true, counts, size, None, 0, torch.device("cpu"))
+    assert known.tolist() == want
+    assert positions.tolist() == same.tolist()
 
 
 def test_a_row_with_a_late_token_is_sampled_at_its_index():

@@ -55,6 +55,12 @@ FILES: dict[str, dict[str, Any]] = {
     | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
     | {"target_hidden_size": HIDDEN, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     "medusa": {"medusa_num_heads": DRAFTS, "medusa_num_layers": 1},
+    "dflash": DECODER
+    | {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "head_dim": 16, "block_size": 5}
+    | {"dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1]}},
+    "dspark": DECODER
+    | {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 1, "head_dim": 16, "block_size": 5}
+    | {"mask_token_id": 7, "target_layer_ids": [0, 1], "markov_rank": 4, "markov_head_type": "rnn"},
 }
 GREEDY = SamplingParams(temperature=0.0)
 BIASED = SamplingParams(temperature=0.0, logit_bias={5: 6.0, 9: -6.0})

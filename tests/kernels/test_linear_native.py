@@ -135,7 +135,7 @@ def test_what_is_not_finite_stays_in_its_row():
 
 
 @pytest.mark.parametrize("wrong", ["width", "dtype", "residual shape", "residual dtype"])
-def test_what_does_not_fit_is_refused(wrong):
+def test_misfits_are_refused(wrong):
     weight, x, _, residual = operands(4, (66, 34))
     linear = native(weight)
     if wrong == "width":

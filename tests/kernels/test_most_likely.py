@@ -1,5 +1,6 @@
 """The greedy choice of the C++ kernel, of the torch path, and through the sampler's short way."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_fast_path_equals_the_general_path(data: st.DataObject) -> None:
     rows = rows_of(drafts, **edits)
     short = Sampler()(logits.clone(), rows)
     for row in rows:
-        row.request.is_plain = False
+        row.request.sampling = dataclasses.replace(row.request.sampling, is_plain=False)
     assert short == Sampler()(logits.clone(), rows)
 
 

@@ -17,6 +17,7 @@ from outrider.kernels.paged_attention import (
     LayerKV,
     NativeStep,
     Shape,
+    WholeRow,
     Window,
     Workspace,
     is_native,
@@ -26,7 +27,7 @@ from outrider.models.attention import AttentionSpec
 from outrider.models.attention.torch import split_by_length
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
-from .attention_backends import attend, first_seen, make_backend, unrotated, weights_of
+from .attention_backends import attend, hidden_keys, make_backend, unrotated, weights_of
 
 BACKENDS = ["torch", "native"] if library() is not None else ["torch"]
 # float32: sums in another order. bfloat16: scores, weights and results are rounded to 8 bits.
@@ -39,10 +40,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: Window, sinks: Te
     k, v = (x.double().repeat_interleave(fold, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(q.shape[-1])
     positions = torch.arange(start, start + q.shape[0])[:, None]
-    keys = torch.arange(k.shape[0])
-    hidden = keys > positions
-    if window is not None:
-        hidden |= keys < first_seen(positions, window)
+    hidden = hidden_keys(positions, k.shape[0], window)
     return torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v)
 
 
@@ -123,7 +121,7 @@ def check(rows: list[tuple[int, int]], **options) -> None:
     ),
     shape=st.sampled_from([(4, 2, 8), (3, 3, 6), (6, 1, 10), (1, 1, 2)]),
     block_size=st.sampled_from([1, 4, 16]),
-    window=st.sampled_from([None, None, 1, 3, 16, 1000, Chunks(1), Chunks(5), Chunks(16), Chunks(1000)]),
+    window=st.sampled_from([None, None, WholeRow(), 1, 3, 16, 1000, Chunks(1), Chunks(5), Chunks(16), Chunks(1000)]),
     seed=st.integers(0, 9),
     name=st.sampled_from(BACKENDS),
 )
@@ -160,7 +158,7 @@ def test_queries_alone_read_the_keys_of_an_earlier_layer(name) -> None:
         [(3000, 1), (0, 1), (5, 1), (9, 2), (3001, 1)],  # not worth padding together
     ],
 )
-@pytest.mark.parametrize("window", [None, 13, Chunks(13)])
+@pytest.mark.parametrize("window", [None, 13, Chunks(13), WholeRow()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_shapes_of_a_step(name, rows, window, dtype) -> None:

@@ -242,7 +242,7 @@ def test_what_is_not_finite_stays_in_its_row(machine, kind):
     assert torch.isfinite(y[[0, 1, 3, 5, 6, 7]]).all()
 
 
-def test_what_does_not_fit_is_refused(machine):
+def test_misfits_are_refused(machine):
     weight = make("int4", 66, 34, 32)
     linear, x = NativeQuantizedLinear([weight], None), inputs_of(4, 34)
     for wrong in (x[:, :-2], x.float()):

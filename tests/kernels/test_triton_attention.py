@@ -29,7 +29,7 @@ from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 from outrider.models.layers.norm import RMSNorm
 
-from .attention_backends import first_seen, make_backend, unrotated, weights_of
+from .attention_backends import hidden_keys, make_backend, unrotated, weights_of
 
 # float32: sums in another order. float16: weights and results are rounded to 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -90,10 +90,8 @@ def dense(inputs: Inputs, window: Window = None, first_key: int = 0, sinks: Tens
         fold = q.shape[1] // k.shape[1]
         k, v = (x.double().repeat_interleave(fold, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-        positions, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)
-        hidden = (keys > positions) | (keys < first_key)
-        if window is not None:
-            hidden |= keys < first_seen(positions, window)
+        hidden = hidden_keys(torch.arange(start, start + count)[:, None], start + count, window)
+        hidden |= torch.arange(start + count) < first_key
         results.append(torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v))
         token += count
     return torch.cat(results).flatten(1)

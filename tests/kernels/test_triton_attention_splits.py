@@ -1,11 +1,12 @@
-"""Keys of a tile that several programs share, and short contexts that one program attends to."""
+"""Keys of a tile that several programs share, short contexts that one program attends to, and rows whose queries see
+each other."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import Chunks, Shape, Window, device_step
+from outrider.kernels.paged_attention import Chunks, Shape, WholeRow, Window, device_step
 from outrider.kernels.paged_attention import triton as kernels
 
 from .attention_backends import unrotated
@@ -18,10 +19,17 @@ def split_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "WHOLE_KEYS", 0)
 
 
-@pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None), (4, Chunks(600))])
+@pytest.mark.parametrize(("num_splits", "window"), [(2, None), (4, 300), (16, None), (4, Chunks(600)), (4, WholeRow())])
 def test_split_keys(device: str, num_splits: int, window: Window, split_early: None) -> None:
     rows = [(1030, 1), (0, 1), (255, 2), (600, 5), (300, 70)]
     check(rows, Shape(2, 1, 16), device, num_splits=num_splits, window=window)
+
+
+@pytest.mark.parametrize(("fold", "queries"), [(4, 7), (8, 16), (5, 33), (1, 140)])
+def test_queries_of_a_block_see_each_other(device: str, fold: int, queries: int) -> None:
+    """In one tile a row, whose program writes the keys too, and in several."""
+    rows = [(100, queries), (0, queries), (63, max(1, queries - 3)), (9, 1)]
+    check(rows, Shape(fold, 1, 16), device, dtype=torch.float16, window=WholeRow())
 
 
 @pytest.mark.parametrize("queries", [1, 9])

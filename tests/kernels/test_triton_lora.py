@@ -299,7 +299,7 @@ def test_groups_too_large_for_captured_graphs_get_separate_memory(
     assert (groups.data.data_ptr() == buffer.data.data_ptr()) == replayable
 
 
-def test_what_does_not_fit_is_refused(device: str) -> None:
+def test_misfits_are_refused(device: str) -> None:
     pool = Pool(4, 8, [8], torch.float32, device)
     rows = pool.kernel()
     groups = RowGroups([(0, 3, [0, 1])], 3, pool.device)

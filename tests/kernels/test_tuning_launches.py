@@ -116,7 +116,7 @@ def test_every_config_gives_the_defaults_results(job: Job, device: str) -> None:
 def test_a_config_changes_the_launch(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name = KERNELS[kernel]
     job, space = job_of(kernel), SPACES[kernel]
-    monkeypatch.setattr(workloads, "gpu_of", lambda device: Gpu(16, 90))
+    monkeypatch.setattr(workloads, "describe_gpu", lambda device: Gpu(16, 90))
     monkeypatch.setattr(device_rows, "_num_programs", lambda device, per_processor: per_processor)
     base = space.default(job.shape, 90)
     if kernel in A_PROGRAM_A_ROW:  # else there would be more lanes than tokens

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.kernels.paged_attention import CACHE_FLOAT8, AttentionOptions, Chunks, LayerKV, Shape, Window
+from outrider.kernels.paged_attention import CACHE_FLOAT8, AttentionOptions, Chunks, LayerKV, Shape, WholeRow, Window
 from outrider.kernels.paged_attention import device_step as steps
 from outrider.kernels.paged_attention.device_step import DeviceStep
 from outrider.kernels.paged_attention.prompt_trial import MARGIN, prefers_torch, wins
@@ -31,6 +31,7 @@ KINDS: list[tuple[list[tuple[int, int]], Window, bool]] = [
     (ROWS, 30, True),
     (ROWS, Chunks(30), True),
     (ROWS, 29, False),
+    (ROWS, WholeRow(), False),
     ([*ROWS, (16, 25)], None, False),
 ]
 """(rows, window, whether torch attends to the prompts)."""

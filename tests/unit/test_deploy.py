@@ -41,7 +41,7 @@ def parse(arguments: list[str]):
 
 
 def test_nothing_installs_the_package_by_its_name(deploy):
-    """No index has it: whoever registered the name there would be run. A checkout or a wheel is a path."""
+    """No index has it: code registered under the name there would be run. A checkout or a wheel is a path."""
     installs = [
         line
         for file in sorted(deploy.rglob("*"))
@@ -178,7 +178,7 @@ def test_images_run_without_rights(deploy):
     assert service["cap_drop"] == ["ALL"]
 
 
-def test_what_is_written_has_a_place_to_be(deploy):
+def test_written_paths_have_volumes(deploy):
     """The root file system is read-only."""
     text = (deploy / "docker/Dockerfile").read_text()
     places = re.findall(r"(?:HF_HOME|XDG_CACHE_HOME|XDG_STATE_HOME)=(\S+)", text)
@@ -307,7 +307,7 @@ def test_systemd_analyze(deploy, tmp_path):
     assert about_ours == []
 
 
-def test_the_unit_keeps_what_must_outlive_it(deploy):
+def test_the_unit_keeps_persistent_folders(deploy):
     unit = dict(unit_lines(deploy))
     assert unit["KillMode"] == "mixed"  # the engine must not get the signal too
     assert unit["StateDirectory"] == "outrider"

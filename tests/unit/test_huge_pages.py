@@ -1,4 +1,4 @@
-"""Large tensors and packed weights ask for huge pages, where the system gives them to those who ask."""
+"""Large tensors and packed weights ask for huge pages, if the system gives them on request."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ def flags(**environment: str) -> list[list[str]]:
 @pytest.mark.skipif(
     not SETTING.exists() or "[madvise]" not in SETTING.read_text(), reason="the system decides alone about huge pages"
 )
-def test_tensors_ask_for_huge_pages_unless_the_user_says_no() -> None:
+def test_tensors_ask_for_huge_pages_unless_switched_off() -> None:
     assert ["hg" in of_tensor for of_tensor in flags()] == [True, True]
     assert ["hg" in of_tensor for of_tensor in flags(THP_MEM_ALLOC_ENABLE="0")] == [False, False]
 

@@ -27,7 +27,7 @@ def test_paths_that_are_not_there() -> None:
             importlib.import_module(f"outrider.{path}")
 
 
-def test_real_folders_stay_what_they_are() -> None:
+def test_real_folders_are_not_replaced() -> None:
     from outrider.lora.request import LoRARequest  # type: ignore[import-not-found]
 
     assert LoRARequest is outrider.LoRARequest

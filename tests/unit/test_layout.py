@@ -1,4 +1,4 @@
-"""The checkout is the package `outrider`: what that needs in order not to break anything else."""
+"""The checkout is the package `outrider`, and breaks nothing else."""
 
 import os
 import re

@@ -37,7 +37,7 @@ FORBIDDEN = FORBIDDEN_IMPORTS | FORBIDDEN_CALLS | {"torch.load", "trust_remote_c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
-def test_nothing_of_it_is_used(repo_root: Path, package: str):
+def test_pickle_is_not_used(repo_root: Path, package: str):
     for file in (repo_root / package).rglob("*.py"):
         path = str(file.relative_to(repo_root))
         found = set(uses(ast.parse(file.read_text(), path))) & FORBIDDEN
@@ -55,5 +55,5 @@ def test_nothing_of_it_is_used(repo_root: Path, package: str):
         "load(trust_remote_code=True)",
     ],
 )
-def test_it_would_be_found(code):
+def test_uses_of_pickle_would_be_found(code):
     assert set(uses(ast.parse(code))) & FORBIDDEN

@@ -66,13 +66,13 @@ def find_device(budget: float | None) -> tuple[DeviceName, Searcher]:
         raise InvalidRequestError("tuning measures the kernels on a CUDA device, and there is none", param="device")
     if not has_triton():
         raise InvalidRequestError("tuning needs Triton: pip install 'outrider[gpu]'", param="device")
-    from ...kernels.paged_attention.schedule import gpu_of
+    from ...kernels.paged_attention.schedule import describe_gpu
     from ...kernels.tuning.store import device_name
     from .search import Searcher
 
     device = torch.device("cuda", torch.cuda.current_device())
     ends = time.monotonic() + (budget or float("inf"))
-    return device_name(device), Searcher(device, gpu_of(device).arch, has_time=lambda: time.monotonic() < ends)
+    return device_name(device), Searcher(device, describe_gpu(device).arch, has_time=lambda: time.monotonic() < ends)
 
 
 def model_shape(model: str) -> ModelShape:

@@ -17,7 +17,7 @@ from ...kernels.lora.groups import RowGroups
 from ...kernels.noise.triton import gumbel_argmax
 from ...kernels.paged_attention import LayerKV, RowArrays, Shape
 from ...kernels.paged_attention.device_step import DeviceStep
-from ...kernels.paged_attention.schedule import Planner, gpu_of
+from ...kernels.paged_attention.schedule import Planner, describe_gpu
 from ...kernels.quantized_linear import QuantizedWeight
 from ...kernels.quantized_linear.device_linear import TritonQuantizedLinear
 from ...kernels.rms_norm.torch import prepare
@@ -121,7 +121,7 @@ class Inputs:
         """A step of `num_queries` tokens at the end of each context, and its cache (default: of the model's dtype)."""
         model, rows = self.model, _rows(num_rows, num_queries, context)
         shape = Shape(model.heads, model.kv_heads, model.head_dim)
-        planner = Planner(shape, model.dtype.itemsize, gpu_of(self.device), configs=configs_of(self.device))
+        planner = Planner(shape, model.dtype.itemsize, describe_gpu(self.device), configs=configs_of(self.device))
         size = (model.kv_heads, len(rows.blocks), BLOCK_SIZE, model.head_dim)
         kv = LayerKV(*(self(*size, dtype=cache) for _ in range(2)))
         return DeviceStep(planner, model.dtype, BLOCK_SIZE, rows, self.device), kv
@@ -322,7 +322,7 @@ def _quantized_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple
 
 def _attention_work(model: ModelShape, sizes: WorkSizes) -> Iterator[tuple[tuple[int, ...], Workload]]:
     shape = Shape(model.heads, model.kv_heads, model.head_dim)
-    planner = Planner(shape, model.dtype.itemsize, gpu_of(torch.device("cpu")))
+    planner = Planner(shape, model.dtype.itemsize, describe_gpu(torch.device("cpu")))
     work = [(rows, queries, context) for queries in sizes.queries for rows, context in sizes.decodes]
     work += [(rows, min(length, sizes.chunk), length) for rows, length in sizes.prompts]
     for rows, queries, context in work:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from ...tenancy.accounts.principal import SCOPES, limit_fields, limits_of
+from ...tenancy.accounts.principal import SCOPES, limit_fields, merge_limits
 from ...tenancy.accounts.records import Key
 from ...tenancy.times import format_time, parse_duration, parse_time
 from .limit_options import add_limit_options, given_limits
@@ -53,7 +53,7 @@ def _create(store: Store, namespace: argparse.Namespace) -> None:
         namespace.tenant,
         name=namespace.name,
         scopes=namespace.scope or ("inference",),
-        limits=limits_of(given_limits(namespace)),
+        limits=merge_limits(given_limits(namespace)),
         expires_at=None if namespace.expires is None else _expiry(namespace.expires),
     )
     if namespace.format != "table":

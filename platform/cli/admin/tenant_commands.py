@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InvalidRequestError
-from ...tenancy.accounts.principal import limit_fields, limits_of
+from ...tenancy.accounts.principal import limit_fields, merge_limits
 from ...tenancy.accounts.records import Tenant
 from .limit_options import add_limit_options, given_limits
 
@@ -64,7 +64,7 @@ def _given(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _create(store: Store, namespace: argparse.Namespace) -> dict[str, Any]:
-    limits = limits_of(given_limits(namespace))
+    limits = merge_limits(given_limits(namespace))
     return _row(store.create_tenant(Tenant(name=namespace.name, limits=limits, **_given(namespace))))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....models.demo import DEMO_MODEL_NAME, demo_adapters
-from ...core.config import CHOICES
+from ...core.config import ENGINE_OPTIONS
 from ...core.errors import InvalidRequestError, OutriderError
 from ...core.quantization import QUANTIZATIONS
 
@@ -121,12 +121,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the few options of the engine that a comparison of several engines takes."""
     add = parser.add_argument
-    add("--dtype", choices=CHOICES["dtype"], default="auto", help="(default: the checkpoint's)")
-    add("--device", choices=CHOICES["device"], default="auto")
+    add("--dtype", choices=ENGINE_OPTIONS["dtype"].choices, default="auto", help="(default: the checkpoint's)")
+    add("--device", choices=ENGINE_OPTIONS["device"].choices, default="auto")
     add("--quantization", choices=QUANTIZATIONS, help="quantise the weights while they are loaded (default: as stored)")
     add(
         "--load-format",
-        choices=CHOICES["load_format"],
+        choices=ENGINE_OPTIONS["load_format"].choices,
         default="auto",
         help='"dummy": random weights, labelled as such',
     )

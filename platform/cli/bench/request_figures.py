@@ -148,7 +148,7 @@ def figures(
     for metric in metrics:
         shares = spread(values(good, metric), percentiles) or {}
         found |= {f"{name}_{metric}_ms": value for name, value in shares.items()}
-    return found | acceptance(speculation_of(good))
+    return found | acceptance(sum_speculation(good))
 
 
 def row_figures(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def row_figures(rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def speculation_of(records: Sequence[RequestRecord]) -> SpeculationCounts:
+def sum_speculation(records: Sequence[RequestRecord]) -> SpeculationCounts:
     """Sum of the counts of requests that have some."""
     total = SpeculationCounts()
     for record in records:

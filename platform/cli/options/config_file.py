@@ -21,11 +21,11 @@ def with_config_file(parser: Parser, arguments: Sequence[str]) -> list[str]:
     if file is None:
         return rest
     end = rest.index("--") if "--" in rest else len(rest)
-    given = {id(parser.action_of(text.partition("=")[0])) for text in rest[:end] if text.startswith("-")}
+    given = {id(parser.find_action(text.partition("=")[0])) for text in rest[:end] if text.startswith("-")}
     added: list[str] = []
     for key, value in _read(parser, file).items():
         flag = parser.in_own_spelling(f"--{key}")
-        action = parser.action_of(flag)
+        action = parser.find_action(flag)
         if action is None or flag == _FLAG:
             hint = did_you_mean(key, [known.removeprefix("--") for known in parser.flags])
             parser.error(f"argument {_FLAG}: {file}: there is no option {shorten(key)!r}{hint}")
@@ -81,7 +81,7 @@ def _arguments(parser: Parser, flag: str, value: Any) -> Iterator[str]:
     if not isinstance(value, list):
         yield f"{flag}={_text(value)}"
         return
-    action = parser.action_of(flag)
+    action = parser.find_action(flag)
     if action is not None and action.nargs == "+":
         yield flag
         yield from map(_text, value)

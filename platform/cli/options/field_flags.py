@@ -1,15 +1,15 @@
-"""Flags made from the fields of a dataclass."""
+"""Flags made from the options that a dataclass declares."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import types
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from .option_types import count, json_object, list_of
+from ...core.errors import InvalidRequestError
+from ...core.option import Option, declared_options
+from .option_types import count, json_object, list_of, with_units
 
 
 def flag(option: str) -> str:
@@ -17,44 +17,66 @@ def flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-def add_field_flag(
-    group: argparse._ArgumentGroup,
-    field: dataclasses.Field[Any],
-    hint: Any,
-    text: str,
-    choices: Sequence[str] | None = None,
-    parse: Callable[[str], Any] | None = None,
-) -> None:
-    """Add the flag of a field, of a type that fits its type hint unless `parse` is given. A namespace has it only when
-    it is given: the default is the field's."""
-    text = text.replace("%", "%%")
-    kind = _plain_type(hint)
-    if "(default" not in text and field.default is not None:
-        text = f"{text} (default: {field.default})".strip()
-    common: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
+def add_flags(
+    parser: argparse.ArgumentParser,
+    owner: type,
+    leave_out: Collection[str] = (),
+    spellings: Mapping[str, Collection[str]] | None = None,
+    checked: bool = False,
+) -> dict[str, argparse._ArgumentGroup]:
+    """Add the flags of a dataclass in groups, which are returned by title. A namespace has those that are given: the
+    default is the field's.
+
+    Args:
+        spellings: option -> further choices.
+        checked: refuse wrong values while arguments are parsed, if nothing checks them later.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for name, option in declared_options(owner).items():
+        if name in leave_out:
+            continue
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        _add_flag(groups[option.group], option, (spellings or {}).get(name, ()), checked=checked)
+    return groups
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Option, spellings: Collection[str], *, checked: bool) -> None:
+    kind = option.kind
+    common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": option.help.replace("%", "%%")}
     if kind is bool:
-        group.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **common)
-    elif choices is not None:
-        group.add_argument(flag(field.name), choices=choices, **common)
+        group.add_argument(flag(option.name), action=argparse.BooleanOptionalAction, **common)
+    elif option.choices is not None:
+        group.add_argument(flag(option.name), choices=(*option.choices, *spellings), **common)
     else:
         parsers: dict[type, Callable[[str], Any]] = {int: count, dict: json_object, tuple: integers}
-        metavar = {int: "N", float: "X", dict: "JSON", tuple: "N,N"}.get(kind, field.name.rpartition("_")[2].upper())
-        group.add_argument(flag(field.name), type=parse or parsers.get(kind, kind), metavar=metavar, **common)
+        if option.parse is not None and kind is int:
+            parsers[int] = with_units(option.parse)
+        metavar = {int: "N", float: "X", dict: "JSON", tuple: "N,N"}.get(kind, option.name.rpartition("_")[2].upper())
+        parse = parsers.get(kind, kind)
+        parse = _checked(option, parse) if checked else parse
+        group.add_argument(flag(option.name), type=parse, metavar=metavar, **common)
+
+
+def _checked(option: Option, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Type that `parse` reads and that is a value of the option."""
+
+    def read(text: str) -> Any:
+        try:
+            value = parse(text)
+            option.check(value)
+        except InvalidRequestError as error:
+            raise argparse.ArgumentTypeError(error.message.removeprefix(f"{option.name} ")) from None
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        return value
+
+    return read
 
 
 def integers(text: str) -> tuple[int, ...]:
     """Type of integers with commas between them."""
     return tuple(list_of(int)(text))
-
-
-def _plain_type(hint: Any) -> type:
-    """The type of a flag: int for `int | None`, dict for `dict[str, Any] | None`, str for `int | str | None`."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        hints = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-        hint = str if str in hints else hints[0]
-    plain = typing.get_origin(hint) or hint
-    assert isinstance(plain, type), hint
-    return plain
 
 
 def given_fields(options: type[Any], namespace: argparse.Namespace, leave_out: Sequence[str] = ()) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ...core.errors import InvalidRequestError
-from ...core.sizes import parse_bytes, parse_count, parse_length
+from ...core.sizes import parse_bytes, parse_count
 
 T = TypeVar("T")
 
@@ -85,27 +85,19 @@ def not_empty(text: str) -> str:
     return text
 
 
-def _sized(parse: Callable[[str, str], T]) -> Callable[[str], T]:
+def with_units(parse: Callable[[str, str], T]) -> Callable[[str], T]:
+    """Type of values that `parse`, a function of an option's name and its text, reads."""
+
     def parse_text(text: str) -> T:
         try:
             return parse("it", text)
         except InvalidRequestError as error:
-            raise argparse.ArgumentTypeError(error.message) from None
+            raise argparse.ArgumentTypeError(error.message.removeprefix("it ")) from None
 
     return parse_text
 
 
-count = _sized(parse_count)
+count = with_units(parse_count)
 """An integer, also with a unit, such as 4k."""
-length = _sized(parse_length)
-"""As `count`, or "auto" or -1, which are None."""
-size = _sized(parse_bytes)
+size = with_units(parse_bytes)
 """A number of bytes, such as 4GiB."""
-
-
-def memory(text: str) -> int:
-    """As `count` or `size`."""
-    try:
-        return count(text)
-    except argparse.ArgumentTypeError:
-        return size(text)

@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         shown = (flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS)
         return [*shown, *(flag for flag, own in ALIASES.items() if self.knows(own))]
 
-    def action_of(self, flag: str) -> argparse.Action | None:
+    def find_action(self, flag: str) -> argparse.Action | None:
         """The option of that name, if there is one."""
         return self._option_string_actions.get(flag)
 
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             flag, sign, value = text.partition("=")
             if text == "--":
                 return [*rest, text, *([] if upcoming is None else [upcoming]), *remaining]
-            if not isinstance(self.action_of(flag), argparse.BooleanOptionalAction | argparse._StoreTrueAction):
+            if not isinstance(self.find_action(flag), argparse.BooleanOptionalAction | argparse._StoreTrueAction):
                 rest.append(text)
                 continue
             if not sign and upcoming is not None and upcoming.lower() in _TRUTH:

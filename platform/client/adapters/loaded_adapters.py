@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -33,11 +33,29 @@ RunAll = Callable[[Iterable[Coroutine[Any, Any, None]]], Awaitable[Any]]
 class _LoadedAdapter(NamedTuple):
     """Record of an adapter, by which it is loaded again."""
 
+    request: LoRARequest
+    """It has local folders."""
     is_read: bool
     """True when its files are read then; False when only its name is registered."""
     pinned: bool = False
     digest: str | None = None
     """The digest of what was loaded."""
+
+
+class _Requests(Mapping[str, LoRARequest]):
+    """View of the requests of records, by name."""
+
+    def __init__(self, records: Mapping[str, _LoadedAdapter]) -> None:
+        self._records = records
+
+    def __getitem__(self, name: str) -> LoRARequest:
+        return self._records[name].request
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
 
 
 class LoadedAdapters:
@@ -57,9 +75,9 @@ class LoadedAdapters:
         self.int_ids = LoRAIntIds()
         """Integers that stand for adapters."""
         self._loaded: dict[str, _LoadedAdapter] = {}
-        self.requests: dict[str, LoRARequest] = {}
-        """The adapters that have been loaded or registered, by name, with local folders. Read-only for others. One that
-        could not be loaded again is no longer here."""
+        self.requests: Mapping[str, LoRARequest] = _Requests(self._loaded)
+        """The adapters that have been loaded or registered, by name, with local folders. One that could not be loaded
+        again is no longer here."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # --- the verbs ------------------------------------------------------------------------------------------------
@@ -77,7 +95,7 @@ class LoadedAdapters:
             except BaseException:
                 self._release(request.name, before)
                 raise
-            self._record(local, _LoadedAdapter(True, pinned, info.digest))
+            self._record(_LoadedAdapter(local, True, pinned, info.digest))
             return info
 
     async def register(self, requests: Sequence[LoRARequest]) -> None:
@@ -94,19 +112,19 @@ class LoadedAdapters:
                 self._release(name, folders)
             raise
         for request in local:
-            self._record(request, _LoadedAdapter(False))
+            self._record(_LoadedAdapter(request, False))
 
     async def unload(self, name: str, mode: str = "drain") -> None:
         """Forget an adapter."""
         # Before the call: a request that the engine gets after it would bring the adapter back.
-        loaded, request = self._loaded.pop(name, None), self.requests.pop(name, None)
+        loaded = self._loaded.pop(name, None)
         try:
             await self._call("adapters.unload", name=name, mode=mode)
         except NotFoundError:
             raise
         except BaseException:
-            if loaded is not None and request is not None and name not in self._loaded:
-                self._loaded[name], self.requests[name] = loaded, request
+            if loaded is not None:
+                self._loaded.setdefault(name, loaded)
             raise
         finally:
             self._release(name)
@@ -160,13 +178,13 @@ class LoadedAdapters:
         """Record what an engine has that is about to end, in its order: adapters of requests, and those that have been
         read since they were registered."""
         for info in infos:
-            known = self._loaded.pop(info.name, _LoadedAdapter(False))
-            request = self.requests.pop(info.name, None)
-            if request is None or request.path != info.path:
-                request, known = LoRARequest(info.name, path=info.path), _LoadedAdapter(False)
+            known = self._loaded.pop(info.name, None)
+            if known is None or known.request.path != info.path:
+                known = _LoadedAdapter(LoRARequest(info.name, path=info.path), False)
             digest = info.digest or known.digest
-            self._loaded[info.name] = _LoadedAdapter(known.is_read or bool(digest), info.pinned, digest)
-            self.requests[info.name] = request
+            self._loaded[info.name] = known._replace(
+                is_read=known.is_read or bool(digest), pinned=info.pinned, digest=digest
+            )
 
     async def reload_after_restart(self, call: Call, run: RunAll = run_all) -> None:
         """Load in an engine that has just started what the last one had. The engine gets the loads in the same order
@@ -175,33 +193,29 @@ class LoadedAdapters:
         An adapter that cannot be loaded any more is forgotten. One whose files have another content by now keeps its
         name, and its requests get the error for that.
         """
-        again = [(self.requests[name], loaded) for name, loaded in self._loaded.items()]
-        for is_read, entries in groupby(again, key=lambda entry: entry[1].is_read):
+        for is_read, entries in groupby([*self._loaded.values()], key=lambda loaded: loaded.is_read):
             group = [*entries]
-            if not is_read and await _register_all(call, [request for request, _ in group]):
+            if not is_read and await _register_all(call, [loaded.request for loaded in group]):
                 continue
-            await run(self._reload_or_forget(call, request, loaded) for request, loaded in group)
+            await run(self._reload_or_forget(call, loaded) for loaded in group)
 
-    async def _reload_or_forget(self, call: Call, request: LoRARequest, loaded: _LoadedAdapter) -> None:
+    async def _reload_or_forget(self, call: Call, loaded: _LoadedAdapter) -> None:
         try:
-            await _reload(call, request, loaded)
+            await _reload(call, loaded)
         except EngineDeadError:
             raise
         except OutriderError as error:
-            logger.error("Adapter %r cannot be loaded again: %r", request.name, error.message)
-            self._forget(request.name)
+            name = loaded.request.name
+            logger.error("Adapter %r cannot be loaded again: %r", name, error.message)
+            self._loaded.pop(name, None)
+            self._release(name)
 
     # --- the record -----------------------------------------------------------------------------------------------
 
-    def _record(self, local: LoRARequest, loaded: _LoadedAdapter) -> None:
+    def _record(self, loaded: _LoadedAdapter) -> None:
         """Record an adapter as it was loaded."""
-        self._loaded[local.name], self.requests[local.name] = loaded, local
-        self._release(local.name)
-
-    def _forget(self, name: str) -> None:
-        self._loaded.pop(name, None)
-        self.requests.pop(name, None)
-        self._release(name)
+        self._loaded[loaded.request.name] = loaded
+        self._release(loaded.request.name)
 
     def _release(self, name: str, needed: tuple[str, ...] = ()) -> None:
         """Keep only those fetched folders that are `needed`, or that the adapter was read from."""
@@ -227,7 +241,8 @@ async def _register_all(call: Call, requests: list[LoRARequest]) -> bool:
     return True
 
 
-async def _reload(call: Call, request: LoRARequest, loaded: _LoadedAdapter) -> None:
+async def _reload(call: Call, loaded: _LoadedAdapter) -> None:
+    request = loaded.request
     if not loaded.is_read:
         await call("adapters.register", requests=[request])
         return

@@ -41,7 +41,7 @@ from .ipc import (
     Reply,
     Stop,
     Undecodable,
-    arguments_of,
+    decode_arguments,
     decode_config,
     encode_value,
 )
@@ -130,7 +130,7 @@ class EngineLoop:
 
     def _handle_call(self, call: Call) -> None:
         try:
-            arguments = arguments_of(call)
+            arguments = decode_arguments(call)
             owner, _, verb = call.verb.rpartition(".")
             load = self._engine.adapters.start(verb, arguments) if owner else None
             function = getattr(self._engine.adapters if owner else self._engine, verb)

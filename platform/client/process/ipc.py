@@ -61,7 +61,7 @@ class Call(msgspec.Struct, tag=True):
     verb: str
     """A key of `VERBS`."""
     arguments: dict[str, Any] = {}
-    """Arguments by name; plain data when the call has arrived, see `arguments_of`."""
+    """Arguments by name; plain data when the call has arrived, see `decode_arguments`."""
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -147,7 +147,7 @@ VERBS: dict[str, Verb] = {
 """The methods of the engine that may be called."""
 
 
-def arguments_of(call: Call) -> dict[str, Any]:
+def decode_arguments(call: Call) -> dict[str, Any]:
     """The arguments of a call that has arrived, in their types.
 
     Raises:

@@ -140,14 +140,14 @@ def renamed_token(base: Any, own: Any) -> str | None:
 
 
 @lru_cache(maxsize=2)
-def _tokens_of(base: Any) -> tuple[dict[str, int], frozenset[str]]:
+def _base_tokens(base: Any) -> tuple[dict[str, int], frozenset[str]]:
     """Ids of the model's tokens, and its added tokens."""
     return base.get_vocab(), frozenset(token.content for token in base.added_tokens_decoder.values())
 
 
 def _tokenizer(base: Any, content: dict[str, Any], settings: Mapping[str, Any]) -> Any | None:
     """Make the tokenizer of a tokenizer.json; None if it has the model's tokens."""
-    known, known_added = _tokens_of(base)
+    known, known_added = _base_tokens(base)
     vocab = content["model"]["vocab"]  # {token: id}, or a list of [token, score]
     vocab = dict(vocab) if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
     added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...core.sampling_params import SamplingParams
 from .stop_strings import StopSearch, stop_automaton
-from .vocabulary import vocabulary_of
+from .vocabulary import read_vocabulary
 
 REPLACEMENT = "\ufffd"
 """The replacement character, to which incomplete UTF-8 decodes; the next token may complete the character."""
@@ -97,7 +97,7 @@ def make_decoder(tokenizer: Any, params: SamplingParams, prompt_token_ids: Seque
     unspaced: dict[int, str] = {}
     if not (skip or spaces):
         unspaced = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
-    alone = vocabulary_of(tokenizer).decoded[bool(skip)]
+    alone = read_vocabulary(tokenizer).decoded[bool(skip)]
     return TokenDecoder(lambda token_ids: backend.decode(token_ids, skip_special_tokens=skip), tail, unspaced, alone)
 
 
@@ -120,7 +120,7 @@ class IncrementalDetokenizer:
         self.text = ""
         self._decoder = make_decoder(tokenizer, params, prompt_token_ids)
         self._stops = StopSearch(stop_automaton(tuple(params.stop_strings))) if params.stop_strings else None
-        self._left_out = vocabulary_of(tokenizer).specials if self._stops and params.skip_special_tokens else {}
+        self._left_out = read_vocabulary(tokenizer).specials if self._stops and params.skip_special_tokens else {}
         self._whole_stops: StopSearch | None = None
         """The search in the whole text; None while that is `text`."""
         self._num_whole = 0

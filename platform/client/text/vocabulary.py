@@ -98,7 +98,7 @@ class Vocabulary:
 _vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 
-def vocabulary_of(tokenizer: Any) -> Vocabulary:
+def read_vocabulary(tokenizer: Any) -> Vocabulary:
     """The tokenizer's vocabulary, read once."""
     vocabulary = _vocabularies.get(tokenizer)
     if vocabulary is None:

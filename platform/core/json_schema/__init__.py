@@ -57,7 +57,7 @@ def served(text: str, problem_of: Probe | None = None) -> ServedSchema:
         seen[id(schema)] = schema
         ignored += [place + keyword for keyword in _rewrite(schema, document)]
         waiting += _nested(schema, place)
-        target = document.target_of(schema)
+        target = document.resolve_reference(schema)
         if target is not None:
             waiting.append((target, str(schema["$ref"]).strip("#/").replace("/", ".") + "."))
     return ServedSchema(root, sorted(ignored))

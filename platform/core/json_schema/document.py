@@ -31,7 +31,7 @@ class Document:
         self.notes: dict[Any, Any] = {}
         """Findings about schemas, by identity: each is looked at once, however many references name it."""
 
-    def target_of(self, schema: Any) -> Any:
+    def resolve_reference(self, schema: Any) -> Any:
         """Schema that `$ref` of a schema names; None without one in this document."""
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -52,7 +52,7 @@ class Document:
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 return schema
-            schema = self.target_of(schema)
+            schema = self.resolve_reference(schema)
         return None
 
     def define(self, schema: Any) -> Any:

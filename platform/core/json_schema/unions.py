@@ -93,7 +93,7 @@ def _types(schema: dict[str, Any]) -> Kinds:
 def _of_values(values: list[Any]) -> Kinds:
     kinds: dict[str, set[str]] = {}
     for value in values:
-        kinds.setdefault(_type_of(value), set()).add(_key(value))
+        kinds.setdefault(_json_type(value), set()).add(_key(value))
     return {**kinds}
 
 
@@ -127,7 +127,7 @@ def _listed(schema: dict[str, Any]) -> list[Any] | None:
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
 
 
-def _type_of(value: Any) -> str:
+def _json_type(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):

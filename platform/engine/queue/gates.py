@@ -37,6 +37,8 @@ class DraftLimits(NamedTuple):
     """Most drafts of a row in a step."""
     extra_slots: bool = False
     """True when proposing k drafts writes KV at the k positions after the step's last."""
+    more_slots: int = 0
+    """Further positions that are then written."""
     overlaps: bool = False
     """True when a step may be planned while another one runs."""
     max_positions: int = sys.maxsize

@@ -73,7 +73,7 @@ def ends_after(request: Request, max_model_len: int) -> bool:
     if request.params.pooling is not None:
         return request.num_planned >= request.num_prompt_tokens
     row = request.in_flight[-1]
-    return (row.end + 1 if row.samples else len(request.tokens)) >= min(request.most_tokens, max_model_len)
+    return (row.end + 1 if row.samples else len(request.tokens)) >= min(request.sampling.most_tokens, max_model_len)
 
 
 def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
@@ -82,6 +82,6 @@ def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[st
     if length - request.num_prompt_tokens >= params.min_tokens:
         if token in request.eos_token_ids and not params.ignore_eos:
             return "stop", None
-        if token in request.stop_ids:
+        if token in request.sampling.stop_ids:
             return "stop", token
-    return ("length" if length >= min(request.most_tokens, max_model_len) else None), None
+    return ("length" if length >= min(request.sampling.most_tokens, max_model_len) else None), None

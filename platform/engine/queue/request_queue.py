@@ -198,7 +198,9 @@ class RequestQueue:
         """Charge a sequence's account for tokens emitted, weighted by the cost of choosing them, and for rejected
         drafts."""
         prices, account = self._prices, request.order[0]
-        cost = prices.output_cost * request.token_cost * num_emitted + prices.rejected_draft_cost * num_rejected
+        cost = (
+            prices.output_cost * request.sampling.token_cost * num_emitted + prices.rejected_draft_cost * num_rejected
+        )
         account.counter += cost / account.weight
 
     def num_wanted(self, num_seats: int) -> int:

@@ -47,7 +47,7 @@ def row_choices(
             is_forced=is_forced and count > 0,
             awaits_token=awaits_token and samples,
         )
-        yield row, new_drafts if limits.extra_slots else 0
+        yield row, new_drafts + limits.more_slots if new_drafts and limits.extra_slots else 0
 
 
 def decode_row(request: Request, block_size: int) -> RowPlan | None:
@@ -82,7 +82,7 @@ def may_draft_on_device(row: RowPlan, limits: DraftLimits) -> bool:
     row's tokens: the row is a decode or a verification, no logits edit needs the tokens on the host, and the drafter
     does not lag."""
     request = row.request
-    if request.reads_tokens or not row.samples or row.num_tokens != 1 + row.num_drafts:
+    if request.sampling.reads_tokens or not row.samples or row.num_tokens != 1 + row.num_drafts:
         return False
     if request.num_output_tokens < max(1, request.params.min_tokens):
         return False  # logits edits depend on the number of tokens; or this may be the last row of a prompt
@@ -104,7 +104,9 @@ def _is_read(row: RowPlan) -> bool:
     if not row.samples:
         return False
     request = row.request
-    return request.reads_tokens or (row.num_drafts > 0 and request.num_output_tokens < request.params.min_tokens)
+    return request.sampling.reads_tokens or (
+        row.num_drafts > 0 and request.num_output_tokens < request.params.min_tokens
+    )
 
 
 def _wanted(request: Request, num_drafts: int, limits: DraftLimits, longest: int) -> int:

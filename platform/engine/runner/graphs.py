@@ -10,7 +10,7 @@ from ....kernels.graphs import CudaGraphs, GraphBackend
 from ....models.pass_graphs import PassGraphs
 from ....models.pass_grid import PassLimits
 from ...core.config import EngineConfig
-from ...core.speculative_config import MODEL_METHODS
+from ...core.speculative_config import BLOCK_METHODS, MODEL_METHODS
 from ..executor.base import Executor
 
 SECONDS = 10.0
@@ -36,8 +36,8 @@ def pass_limits(config: EngineConfig) -> PassLimits:
     speculative, graphs_per_shape, has_loops = config.speculative, 1 if config.lora is None else 2, False
     if speculative is not None and speculative.method in MODEL_METHODS and config.num_ranks == 1:
         # With several ranks the drafter's passes are not captured. Medusa's have two graphs.
-        has_loops = speculative.method != "medusa"
-        graphs_per_shape += 1 if has_loops else 2
+        has_loops = speculative.method not in ("medusa", *BLOCK_METHODS)
+        graphs_per_shape += 2 if speculative.method == "medusa" else 1
     return PassLimits(
         config.scheduler.max_num_seqs,
         config.scheduler.max_model_len,

@@ -113,7 +113,7 @@ class ModelRunner:
         self._queue = parts.queue
         self._has_drafter = not isinstance(parts.drafter, NoDrafter)
         needs = parts.drafter.needs
-        self._drafter_has_layers = bool(needs.kv_layers)
+        self._drafter_lags = needs.lags
         self._drafts_on_device = needs.drafts_on_device
         self._aux_layers = needs.aux_layers
         self._executor = parts.executor
@@ -186,7 +186,7 @@ class ModelRunner:
         if any(row.max_drafts for row in rows):
             return self._drafter.propose(rows, target)
         self._drafter.watch(rows, target)
-        if self._drafter_has_layers:
+        if self._drafter_lags:
             return [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
         return [Proposal(NO_DRAFTS, len(row.tokens)) for row in rows]
 

@@ -22,7 +22,7 @@ from ..sampling.sampler import SampleRow
 
 class Prepared(NamedTuple):
     """Inputs of a step from its sequences. These may change while it runs, so later only their constant fields are
-    read, and the tokens that bad words depend on: see `Request.reads_tokens`."""
+    read, and the tokens that bad words depend on: see `SamplingFacts.reads_tokens`."""
 
     rows: SequenceRows
     handles: list[tuple[Any, int]]
@@ -70,7 +70,7 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
             given.append((end - row.num_drafts, request.drafts.token_ids))
         num_tokens = row.start + row.num_tokens - row.num_drafts if row.samples else len(request.tokens)
         if row.samples:
-            seen = Seen(token_entries(request)) if request.counts_tokens else None
+            seen = Seen(token_entries(request)) if request.sampling.counts_tokens else None
             step.chosen.append(SampleRow(request, NO_DRAFTS if row.awaits_token else request.drafts, num_tokens, seen))
             if not replayable:
                 step.with_logits.extend(range(end - 1 - row.num_drafts, end))

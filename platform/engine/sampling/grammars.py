@@ -84,7 +84,7 @@ class Grammars(Gate):
             raise entry.error
         assert entry.grammar is not None
         assert self._masks is not None
-        most = request.most_tokens - request.num_prompt_tokens if wanted.ends_list else None
+        most = request.sampling.most_tokens - request.num_prompt_tokens if wanted.ends_list else None
         request.grammar = GrammarState(entry.grammar, request.eos_token_ids or self._default_ends, self._masks, most)
         return None
 

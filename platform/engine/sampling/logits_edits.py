@@ -74,7 +74,7 @@ class EditTables:
         params = self._params = request.params
         self._eos_token_ids = request.eos_token_ids
         self.allowed = _tokens(params.allowed_token_ids)
-        self.ends = _tokens([*request.eos_token_ids, *request.stop_ids])
+        self.ends = _tokens([*request.eos_token_ids, *request.sampling.stop_ids])
         self.biased = _tokens(params.logit_bias)
         self.biases = np.array([*(params.logit_bias or {}).values()], np.float32)
         self.words = BadWords(params.bad_words_token_ids)
@@ -104,7 +104,7 @@ class EditState:
         """Tokens that would complete a bad word."""
         words, request = self.tables.words, row.request
         if (
-            not request.reads_tokens
+            not request.sampling.reads_tokens
         ):  # drafts may still be on the device: only words of several tokens make the host wait
             return words.banned(0)
         new = request.tokens[request.num_prompt_tokens + self._num_seen :]

@@ -105,9 +105,13 @@ class Sampler:
             logits: [sum(1 + k), V] float32, raw; may be overwritten.
             rows: the sequences in the order of their logits rows.
         """
-        if use_triton(logits) or self._synthetic_rates is not None or not all(row.request.is_plain for row in rows):
+        if (
+            use_triton(logits)
+            or self._synthetic_rates is not None
+            or not all(row.request.sampling.is_plain for row in rows)
+        ):
             return self.launch(logits, rows).collect()
-        if not any(row.request.edits_logits for row in rows):
+        if not any(row.request.sampling.edits_logits for row in rows):
             return _most_likely(logits, rows)
         raw_tops = logits.amax(dim=-1).tolist()  # NaN if any logit is
         self._edit(logits, rows, _starts(rows))
@@ -131,7 +135,9 @@ class Sampler:
         """Sample and verify; on a GPU the host waits in `Pending.collect` alone. For the arguments see `begin`."""
         raw_top = logits.amax(dim=-1)
         has_drafts = any(row.drafts.token_ids for row in rows)
-        if not has_drafts and all(row.request.is_plain and not row.request.edits_logits for row in rows):
+        if not has_drafts and all(
+            row.request.sampling.is_plain and not row.request.sampling.edits_logits for row in rows
+        ):
             choices = choose_most_likely(logits)
             return PendingTokens(rows, choices, Download([choices.token_ids, raw_top]), logits.shape[1])
         starts = _starts(rows)
@@ -159,7 +165,7 @@ class Sampler:
         edited = [
             LogitsRow(starts[i] + j, row.request, (row.drafts.token_ids[:j],), row.num_tokens, row.seen)
             for i, row in enumerate(rows)
-            if row.request.edits_logits
+            if row.request.sampling.edits_logits
             for j in range(len(row.drafts.token_ids) + 1)
         ]
         if edited:

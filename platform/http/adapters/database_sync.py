@@ -38,11 +38,11 @@ class AdapterSync:
         self,
         models: ModelRegistry,
         tenancy: Tenancy,
-        roots_of: Callable[[Iterable[str | None], str], tuple[str, ...]],
+        allowed_roots: Callable[[Iterable[str | None], str], tuple[str, ...]],
     ) -> None:
-        """`roots_of` is `AdapterPolicy.roots_of`."""
+        """`allowed_roots` is `AdapterPolicy.allowed_roots`."""
         self._models = models
-        self._roots_of = roots_of
+        self._roots_of = allowed_roots
         self._tenancy = tenancy
         self._applied: dict[_Key, StoredAdapter] = {}  # what the registry has because of the database
         self._failed: dict[_Key, StoredAdapter] = {}  # what it could not take

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,20 @@ MAX_GONE = 10_000
 _UNREAD = AdapterInfo("", "", "", 0, 0, "disk")
 
 
+@dataclasses.dataclass(slots=True)
+class _Facts:
+    """Facts on the card of an adapter."""
+
+    created: int | None = None
+    """Time of its load; None: it was only found."""
+    root: str | None = None
+    """Where it came from, as the user wrote it; None: its folder."""
+    info: AdapterInfo = dataclasses.field(default_factory=lambda: _UNREAD)
+    """As the engine said last, and what has been done here since."""
+    draft: str = ""
+    """`AdapterInfo.draft` when the files had been read."""
+
+
 class ModelRegistry:
     """Names of the base model and the adapters of this server.
 
@@ -54,17 +68,15 @@ class ModelRegistry:
         self._llm = llm
         self.base_names = (*base_names, *aliases)
         self._shown_names = base_names
-        self._created: dict[str, int] = dict.fromkeys(base_names, int(time.time()))
+        self._started = int(time.time())
         self._gone: dict[str, None] = {}  # names of unloaded adapters that could be read as a sum
-        self._roots: dict[str, str] = {}  # where adapters came from, when it was no local folder
         self._found: dict[str, LoRARequest] = {}  # by `discover`
         self._in_directories: dict[str, str] = {}  # name -> folder, as of the last `refresh`
-        self._infos: dict[str, AdapterInfo] = {}  # as the engine said last, and what has been done here since
-        self._asked_at: float | None = None  # when it said that; None: it has to be asked
-        self._engine_run = 0  # of the engine that said it
+        self._facts: defaultdict[str, _Facts] = defaultdict(_Facts)
+        self._asked_at: float | None = None  # when the engine listed its adapters; None: it has to be asked
+        self._engine_run = 0  # of the engine that listed them
         self._num_changes = 0  # of adapters, made here
         self._asking: asyncio.Task[None] | None = None
-        self._draft: dict[str, str] = {}  # `AdapterInfo.draft` when the files had been read
         self._loading: Counter[str] = Counter()  # names that are being loaded now
 
     @property
@@ -87,9 +99,11 @@ class ModelRegistry:
 
     def known(self) -> dict[str, str]:
         """All adapters: engine's name -> where it comes from, as of the last `refresh`."""
-        requests = self._found | self._llm.adapters.requests
-        folders = self._in_directories | {name: request.path for name, request in requests.items()}
-        return {name: self._roots.get(name, folder) for name, folder in folders.items() if name not in self.base_names}
+        roots = dict(self._in_directories)
+        for requests in (self._found, self._llm.adapters.requests):
+            roots |= {name: request.path for name, request in requests.items()}
+        roots |= {name: facts.root for name, facts in self._facts.items() if facts.root is not None and name in roots}
+        return {name: root for name, root in roots.items() if name not in self.base_names}
 
     # --- names in requests ---
 
@@ -181,8 +195,8 @@ class ModelRegistry:
             self.check_free(request.name, tenant=tenant, load_inplace=False)
             info = await self._llm.adapters.load(owned, load_inplace=True, pinned=pinned)
         self._note(owned, root)
-        self._infos[owned.name] = info
-        self._draft[owned.name] = info.draft
+        facts = self._facts[owned.name]
+        facts.info, facts.draft = info, info.draft
         self._note_change()
 
     async def register(self, request: LoRARequest, *, tenant: str = "") -> None:
@@ -193,8 +207,8 @@ class ModelRegistry:
         self._note_change()
 
     def _note(self, owned: LoRARequest, root: str | None) -> None:
-        self._created[owned.name] = int(time.time())
-        self._roots[owned.name] = shown_source(owned.path if root is None else root)
+        facts = self._facts[owned.name]
+        facts.created, facts.root = int(time.time()), shown_source(owned.path if root is None else root)
 
     def has(self, name: str, tenant: str = "") -> bool:
         """True when an adapter has been loaded under this plain name."""
@@ -211,8 +225,8 @@ class ModelRegistry:
                 raise unknown_adapter(name) from None
         self._llm.sources.restrict(owned)
         self._remember_gone(owned)
-        for memory in (self._created, self._roots, self._found, self._infos, self._draft):
-            memory.pop(owned, None)
+        self._found.pop(owned, None)
+        self._facts.pop(owned, None)
         self._note_change()
 
     def _remember_gone(self, name: str) -> None:
@@ -233,8 +247,8 @@ class ModelRegistry:
                 raise unknown_adapter(name) from None
             await self.load(self._found[owned], pinned=True)
         else:
-            if owned in self._infos:
-                self._infos[owned] = dataclasses.replace(self._infos[owned], pinned=pinned)
+            if owned in self._facts:
+                self._facts[owned].info = dataclasses.replace(self._facts[owned].info, pinned=pinned)
             self._note_change()
 
     def _own_spelling(self, name: str, tenant: str) -> str:
@@ -280,24 +294,29 @@ class ModelRegistry:
             return
         if changes != self._num_changes:
             return  # it may be of before a change that has been noted here: the next one who looks asks again
-        self._infos = {info.name: info for info in infos}
         self._asked_at, self._engine_run = began, run
-        known = self._known_names()
-        # One without a digest has not been read yet.
-        self._draft.update({info.name: info.draft for info in infos if info.digest and info.name in known})
+        known, listed = self._known_names(), {info.name: info for info in infos}
+        for name in self._facts.keys() - known:
+            del self._facts[name]
+        for name in known & (self._facts.keys() | listed.keys()):
+            facts = self._facts[name]
+            facts.info = listed.get(name, _UNREAD)
+            if facts.info.digest:  # else it has not been read yet
+                facts.draft = facts.info.draft
 
     def base_cards(self) -> list[dict[str, Any]]:
         """OpenAI model cards of the base model, one a name."""
         model = self._llm.info.model
-        return [self._card(name, name, model, None) for name in self._shown_names]
+        return [self._card(name, model, None, None) for name in self._shown_names]
 
     def adapter_card(self, name: str, shown: str, root: str) -> dict[str, Any]:
         """The card of an adapter, by the engine's name, as of the last `refresh`."""
-        card = self._card(name, shown, root, self.base_name)
-        info = self._infos.get(name, _UNREAD)
+        facts = self._facts.get(name, _Facts())
+        info = facts.info
+        card = self._card(shown, root, self.base_name, facts.created)
         tenant, _ = split_engine_name(name)
         card |= {
-            "draft": self._draft.get(name, ""),
+            "draft": facts.draft,
             "tier": info.level,
             "rank": info.rank,
             "rows": info.rows,
@@ -310,11 +329,11 @@ class ModelRegistry:
         }
         return card | {"tenant": tenant} if tenant else card
 
-    def _card(self, name: str, shown: str, root: str, parent: str | None) -> dict[str, Any]:
+    def _card(self, shown: str, root: str, parent: str | None, created: int | None) -> dict[str, Any]:
         return {
             "id": shown,
             "object": "model",
-            "created": self._created.get(name, self._created[self.base_name]),
+            "created": self._started if created is None else created,
             "owned_by": "outrider",
             "root": root,
             "parent": parent,

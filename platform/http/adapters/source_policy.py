@@ -18,8 +18,8 @@ from ...client.adapters.sources.resolver import (
     is_hub_id,
     local_path,
     no_adapter,
-    scheme_of,
     shown_source,
+    source_scheme,
 )
 from ...core.adapter_files import ANYWHERE, is_inside, real_roots
 from ...core.errors import AdapterError
@@ -63,17 +63,17 @@ class AdapterPolicy:
             folders |= {} if folder is None else {"draft_path": folder}
         paths = path, draft_path
         # A tenant may move its folders about meanwhile: whatever they lead to by now, its own roots hold.
-        roots = self._roots_of_tenant(tenant) if tenant is not None else self.roots_of(paths, body.tenant or "")
+        roots = self._roots_of_tenant(tenant) if tenant is not None else self.allowed_roots(paths, body.tenant or "")
         return Admitted(LoRARequest(body.lora_name, path=path, draft_path=draft_path, roots=roots), folders)
 
-    def roots_of(self, paths: Iterable[str | None], tenant: str) -> tuple[str, ...]:
+    def allowed_roots(self, paths: Iterable[str | None], tenant: str) -> tuple[str, ...]:
         """Folders out of which no file of an adapter in these folders may lie: those of its tenant, else those of the
         server. One that lies elsewhere, such as one of `--lora-modules`, may have files anywhere. `()` for sources that
         are to be fetched."""
         own = self._roots_of_tenant(tenant) if tenant else ()
         found: dict[str, None] = {}
         for path in paths:
-            if path is not None and scheme_of(path) in (None, *LOCAL_SCHEMES):
+            if path is not None and source_scheme(path) in (None, *LOCAL_SCHEMES):
                 local = os.path.normpath(local_path(path))
                 if is_inside(local, own):  # wherever links in it lead to by now
                     found |= dict.fromkeys(own)
@@ -112,7 +112,7 @@ class AdapterPolicy:
             await asyncio.to_thread(self._rules.check_again, folder, field)
 
     def _admit(self, source: str, field: str) -> tuple[str, CheckedFolder | None]:
-        scheme = scheme_of(source)
+        scheme = source_scheme(source)
         if scheme is not None and scheme not in LOCAL_SCHEMES:
             if scheme in self._schemes:
                 return source, None
@@ -141,7 +141,7 @@ def _roots(config: ServerConfig) -> Iterator[str]:
     yield from config.lora_roots
     yield from config.lora_sources.directories
     for source in (*config.lora_modules.values(), *config.lora_draft_paths.values()):
-        if scheme_of(source) in (None, *LOCAL_SCHEMES):
+        if source_scheme(source) in (None, *LOCAL_SCHEMES):
             path = os.path.abspath(local_path(source))
             yield path
             if os.path.dirname(path) != "/":  # which would be everything

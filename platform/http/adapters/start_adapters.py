@@ -50,7 +50,7 @@ async def load_adapters(models: ModelRegistry, config: ServerConfig) -> None:
     async def fetch(name: str, path: str) -> LoRARequest:
         with named(name):
             draft_path = config.lora_draft_paths.get(name)
-            roots = policy.roots_of((path, draft_path), "")
+            roots = policy.allowed_roots((path, draft_path), "")
             async with turns:
                 return await models.fetch(LoRARequest(name, path=path, draft_path=draft_path, roots=roots))
 
@@ -70,12 +70,12 @@ def check_adapters(args: EngineArgs, config: ServerConfig) -> None:
         InvalidRequestError: one of them does not; the message begins with its name.
     """
     from ....models.demo import demo_model_path
-    from ...client.adapters.sources.resolver import LOCAL_SCHEMES, local_path, scheme_of, shown_source
+    from ...client.adapters.sources.resolver import LOCAL_SCHEMES, local_path, shown_source, source_scheme
     from ...client.adapters.start_check import check_fits
 
     model = demo_model_path() if args.model is None else Path(args.model).expanduser()
     for name, path in config.lora_modules.items() if args.enable_lora and model.exists() else ():
-        if scheme_of(path) in (None, *LOCAL_SCHEMES):
+        if source_scheme(path) in (None, *LOCAL_SCHEMES):
             try:
                 check_fits(AdapterFolder(local_path(path)), model, args.max_lora_rank)
             except AdapterError as error:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...tenancy.accounts.principal import limits_of
+from ...tenancy.accounts.principal import merge_limits
 from ...tenancy.accounts.records import Key
 from ..body.reader import documented, read_body
 from .admin_schema import KeyCreate, KeyUpdate, KeyView, ListOf, NewKeyView
@@ -23,7 +23,7 @@ router = APIRouter(prefix="/keys")
 async def create_key(request: Request, response: Response) -> dict[str, Any]:
     """Make a key. This answer alone holds it."""
     body = await read_body(request, KeyCreate)
-    limits = limits_of(body.limits.model_dump())
+    limits = merge_limits(body.limits.model_dump())
     key, secret = await change(
         request,
         lambda store: store.create_key(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from ...tenancy.accounts.principal import limits_of
+from ...tenancy.accounts.principal import merge_limits
 from ...tenancy.accounts.records import Tenant
 from ..body.reader import documented, read_body
 from .admin_schema import Deleted, ListOf, TenantCreate, TenantUpdate, TenantView
@@ -21,7 +21,7 @@ async def create_tenant(request: Request) -> Tenant:
     tenant = Tenant(
         name=body.name,
         weight=body.weight,
-        limits=limits_of(body.limits.model_dump()),
+        limits=merge_limits(body.limits.model_dump()),
         max_adapters=body.max_adapters,
     )
     return await change(request, lambda store: store.create_tenant(tenant))

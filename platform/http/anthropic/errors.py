@@ -25,7 +25,7 @@ _TYPES = {
 }
 
 
-def is_of(scope: Scope) -> bool:
+def is_anthropic(scope: Scope) -> bool:
     """True for a request of Anthropic's API: by its path, or if both APIs have the path, by the header that all of
     Anthropic's clients send."""
     path = scope["path"]

@@ -20,7 +20,7 @@ from ..openai.generation import Collected
 from ..openai.job import Event, Job
 from ..openai.json_pieces import json_answer
 from ..openai.protocol import ChatCompletionRequest
-from ..openai.tools.choice import tool_choice_of
+from ..openai.tools.choice import parse_tool_choice
 from ..protect.accounting import charge_call
 from ..protect.error_responses import EngineUnavailableError, error_content
 from ..serving_state import principal_of, serving_of
@@ -72,7 +72,7 @@ async def count_tokens(request: Request) -> Response:
     lora, _ = choose_adapter(models, body)
     try:
         chat = chat_request(body)
-        chat.tools = list(tool_choice_of(chat).tools)
+        chat.tools = list(parse_tool_choice(chat).tools)
         prompt = await serving.chat_prompt(chat_messages(body), chat, lora)
     except InvalidRequestError as error:
         raise in_own_names(error) from error

@@ -12,7 +12,7 @@ from typing import Any
 from ...core.errors import InvalidRequestError, invalid
 from ...core.text import shorten
 from ..openai.answer import renamed
-from ..openai.chat_messages import role_of, tower_hint
+from ..openai.chat_messages import check_role, tower_hint
 from ..openai.protocol import ChatCompletionRequest
 from .protocol import CountTokensRequest, MessagesRequest, OutputConfig, ToolChoice
 
@@ -102,7 +102,7 @@ def in_own_names(error: InvalidRequestError) -> InvalidRequestError:
 
 def _checked(message: Any, place: str) -> tuple[str, list[dict[str, Any]]]:
     """Role and blocks of a message."""
-    return role_of(message, place, _ROLES), _blocks(message.get("content"), f"{place}.content")
+    return check_role(message, place, _ROLES), _blocks(message.get("content"), f"{place}.content")
 
 
 def _blocks(content: Any, place: str) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ async def list_batches(
     batches = batches_of(request)
 
     def made() -> dict[str, Any]:
-        records = batches.store.all_of(principal_of(request).tenant)
+        records = batches.store.list_batches(principal_of(request).tenant)
         return page([record.to_json() for record in records], after, limit)
 
     return JSONResponse(await batches.call(made))

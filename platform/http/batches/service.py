@@ -110,7 +110,7 @@ class Batches:
         file = self.files.get(record.tenant, record.input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise InvalidRequestError("input_file_id: the purpose of the file is not 'batch'", param="input_file_id")
-        num_open = len(self._open_of(record.tenant))
+        num_open = len(self._open_batches(record.tenant))
         if num_open >= self.max_open:
             message = f"{num_open} batches have not ended, and max_tenant_batches is {self.max_open}"
             raise RateLimitError(message, param="max_tenant_batches", retry_after=60.0)
@@ -138,14 +138,14 @@ class Batches:
             InvalidRequestError: an open batch reads it.
         """
         record = self.files.get(tenant, file_id)
-        reader = next((batch for batch in self._open_of(tenant) if batch.input_file_id == record.id), None)
+        reader = next((batch for batch in self._open_batches(tenant) if batch.input_file_id == record.id), None)
         if reader is not None:
             message = f"file_id: the file is the input of {reader.id}, which is {reader.status}: cancel it first"
             raise InvalidRequestError(message, param="file_id")
         self.files.delete(tenant, record.id)
 
-    def _open_of(self, tenant: str) -> list[BatchRecord]:
-        return [batch for batch in self.store.all_of(tenant) if batch.status not in ENDED]
+    def _open_batches(self, tenant: str) -> list[BatchRecord]:
+        return [batch for batch in self.store.list_batches(tenant) if batch.status not in ENDED]
 
     # --- for runs -------------------------------------------------------------------------------------------------
 

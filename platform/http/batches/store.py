@@ -157,7 +157,7 @@ class BatchStore:
         """The batch in a folder, for the holder of its lock: as it was written."""
         return read(folder / "batch.json", BatchRecord)
 
-    def all_of(self, tenant: str) -> list[BatchRecord]:
+    def list_batches(self, tenant: str) -> list[BatchRecord]:
         """A tenant's batches, the newest first."""
         found = (self.read(Path(entry.path)) for entry in entries(self._files.owner(tenant) / "batches"))
         records = [record for record in found if record is not None]
@@ -169,7 +169,7 @@ class BatchStore:
 
     def prune(self, tenant: str) -> None:
         """Forget the oldest batches that have ended."""
-        ended = [record for record in self.all_of(tenant) if record.status in ENDED]
+        ended = [record for record in self.list_batches(tenant) if record.status in ENDED]
         for record in ended[MAX_ENDED:]:
             self._remove(self.folder(tenant, record.id))
 

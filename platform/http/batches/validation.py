@@ -43,7 +43,7 @@ def check_file(path: Path, parser: LineParser, stop: threading.Event, max_lines:
                     message = f"The file has more than {max_lines} requests, the limit of one batch"
                     problems.append(Problem("too_many_tasks", message, line=line.number))
                     break
-                problem = _problem_of(line, parser, seen)
+                problem = _check_line(line, parser, seen)
                 if problem is not None:
                     problems.append(problem)
                     if len(problems) == MAX_PROBLEMS:
@@ -57,7 +57,7 @@ def check_file(path: Path, parser: LineParser, stop: threading.Event, max_lines:
     return Checked(count, problems)
 
 
-def _problem_of(line: Line, parser: LineParser, seen: CustomIds) -> Problem | None:
+def _check_line(line: Line, parser: LineParser, seen: CustomIds) -> Problem | None:
     """The reason why a line is no request; None if it is one."""
     try:
         if not seen.add(parser.parse(line).custom_id):

@@ -95,7 +95,7 @@ def entries(folder: Path) -> Iterator[os.DirEntry[str]]:
         yield from found
 
 
-def size_of(entry: os.DirEntry[str]) -> int:
+def entry_bytes(entry: os.DirEntry[str]) -> int:
     """Bytes of an entry; 0 if it has gone meanwhile."""
     try:
         return entry.stat(follow_symlinks=False).st_size

@@ -17,7 +17,7 @@ from ..protect.accounting import charge_call
 from ..protect.error_responses import BodyTooLargeError, ClientDisconnectedError
 from ..protect.hardening import check_origin
 from ..serving_state import batches_of, principal_of, serving_of
-from .form import MAX_OVERHEAD, Form, boundary_of
+from .form import MAX_OVERHEAD, Form, parse_boundary
 from .pages import page
 from .store import FileRecord, Upload
 
@@ -55,7 +55,7 @@ async def upload_file(request: Request) -> Response:
     """Store a file, which goes to disk while it arrives."""
     batches, tenant = batches_of(request), principal_of(request).tenant
     check_origin(request, serving_of(request).config.cors_origins)
-    boundary = boundary_of(request.headers.get("content-type", ""))
+    boundary = parse_boundary(request.headers.get("content-type", ""))
     most = batches.files.quotas.max_file_bytes
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length) > most + MAX_OVERHEAD:
@@ -119,7 +119,7 @@ async def list_files(
     batches = batches_of(request)
 
     def made() -> dict[str, Any]:
-        records = batches.files.all_of(principal_of(request).tenant)
+        records = batches.files.list_files(principal_of(request).tenant)
         shown = [record.to_json() for record in records if purpose in (None, record.purpose)]
         return page(shown if order == "desc" else shown[::-1], after, limit)
 

@@ -24,7 +24,7 @@ MAX_FILENAME = 512
 _FILE = "file"
 
 
-def boundary_of(content_type: str) -> bytes:
+def parse_boundary(content_type: str) -> bytes:
     """Boundary of a form.
 
     Raises:

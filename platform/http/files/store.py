@@ -27,7 +27,7 @@ import msgspec
 from ...core.errors import InvalidRequestError, NotFoundError, RateLimitError
 from ...core.text import shorten
 from ..protect.error_responses import BodyTooLargeError
-from .disk import TEMPORARY, create, entries, make_folder, read, replace, size_of, sync, write_all
+from .disk import TEMPORARY, create, entries, entry_bytes, make_folder, read, replace, sync, write_all
 
 DEFAULT_EXPIRY = 30 * 86400
 """Seconds that a file is kept unless its `expires_after` says otherwise; OpenAI's figure for batches."""
@@ -110,10 +110,10 @@ class FileStore:
         """Files and bytes that a tenant has stored, uploads and answers of batches included."""
         num_bytes = num_files = 0
         for entry in entries(self.files(tenant)):
-            num_bytes += size_of(entry)
+            num_bytes += entry_bytes(entry)
             num_files += entry.name.endswith(".json")
         for batch in entries(self.owner(tenant) / "batches"):
-            num_bytes += sum(map(size_of, entries(Path(batch.path))))
+            num_bytes += sum(map(entry_bytes, entries(Path(batch.path))))
         return Usage(num_bytes, num_files)
 
     # --- what is there ---
@@ -139,7 +139,7 @@ class FileStore:
         except FileNotFoundError:  # deleted just now
             raise NotFoundError(f"The file {shorten(repr(file_id))} does not exist", param="file_id") from None
 
-    def all_of(self, tenant: str) -> list[FileRecord]:
+    def list_files(self, tenant: str) -> list[FileRecord]:
         """A tenant's files, the newest first."""
         found = (read(Path(e.path), FileRecord) for e in entries(self.files(tenant)) if e.name.endswith(".json"))
         records = [record for record in found if record is not None and not self._is_expired(record)]

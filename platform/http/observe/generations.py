@@ -83,7 +83,7 @@ class Generation:
         return None if self.first_at is None else self.first_at - self.prepared.arrival_time
 
 
-def speculation_of(generations: Sequence[Generation]) -> SpeculationCounts:
+def sum_speculation(generations: Sequence[Generation]) -> SpeculationCounts:
     """Counts of drafts of a request so far. The engine counts them when a prompt ends, or when it is asked."""
     total = SpeculationCounts()
     for generation in generations:

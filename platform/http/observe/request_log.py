@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...core.logs import REQUEST_LOGGER, current_request_id, with_fields
 from ...core.text import shorten
 from ...tenancy.accounts.principal import Principal
-from ..anthropic.errors import is_of as is_anthropic
+from ..anthropic.errors import is_anthropic
 from ..protect.paths import ASKED_METHOD
-from .generations import Generation, speculation_of
+from .generations import Generation, sum_speculation
 
 if TYPE_CHECKING:
     from ..serving_state import Serving
@@ -121,7 +121,7 @@ class RequestLog:
             seconds["first_token_seconds"] = round(first, 6)
         counts: dict[str, int] = {}
         if begun:
-            drafts = speculation_of(begun)
+            drafts = sum_speculation(begun)
             counts = asdict(begun[0].counts)
             counts |= {"draft_tokens": drafts.num_draft_tokens, "accepted_tokens": drafts.num_accepted_tokens}
         reasons = [reason for g in self.generations for reason in (*g.finish_reasons.values(), g.failure) if reason]

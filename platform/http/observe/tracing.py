@@ -30,7 +30,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from .... import __version__
 from ...core.errors import InvalidRequestError
 from ...core.outputs import RequestMetrics
-from .generations import Generation, speculation_of
+from .generations import Generation, sum_speculation
 from .request_log import QUIET, RequestLog
 
 CLOSE_SECONDS = 3.0
@@ -137,7 +137,7 @@ def _attributes(log: RequestLog) -> dict[str, str | int | float]:
     attributes: dict[str, str | int | float] = {name: text for name, text in texts.items() if text}
     attributes["http.response.status_code"] = log.status
     if log.begun:
-        counts, drafts = log.begun[0].counts, speculation_of(log.begun)
+        counts, drafts = log.begun[0].counts, sum_speculation(log.begun)
         attributes |= {
             "gen_ai.usage.input_tokens": counts.prompt_tokens,
             "gen_ai.usage.output_tokens": counts.output_tokens,

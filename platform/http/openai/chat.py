@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ...core.errors import InvalidRequestError
 from ...core.outputs import CompletionOutput
 from ..body.reader import documented
-from .answer import Accepted, accept, asked_fields, renamed
+from .answer import accept, asked_fields, renamed
 from .chat_job import chat_job
 from .chat_messages import normalize_messages
 from .event_stream import Chunk, dumps
@@ -33,19 +33,16 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     accepted = await accept(request, ChatCompletionRequest)
-    if not take_functions(accepted.body):
-        return await _respond(accepted)
-    try:
-        return await _respond(accepted)
-    except InvalidRequestError as error:
-        raise renamed(error, OLD_NAMES) from error
-
-
-async def _respond(accepted: Accepted[ChatCompletionRequest]) -> Response:
     body = accepted.body
-    job, make_parser = await chat_job(
-        accepted, body, normalize_messages(body.messages), prefix="chatcmpl", endpoint="/v1/chat/completions"
-    )
+    has_old_names = take_functions(body)
+    try:
+        job, make_parser = await chat_job(
+            accepted, body, normalize_messages(body.messages), prefix="chatcmpl", endpoint="/v1/chat/completions"
+        )
+    except InvalidRequestError as error:
+        if has_old_names:
+            raise renamed(error, OLD_NAMES) from error
+        raise
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     return await accepted.respond(job, kind, _ChatChunks(body, make_parser), partial(_answer, body, make_parser))
 

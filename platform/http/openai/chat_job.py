@@ -18,8 +18,8 @@ from .beams import beam_params
 from .job import Job
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, open_region, parser_maker
-from .tools.choice import ToolChoice, tool_choice_of
-from .tools.formats import format_of
+from .tools.choice import ToolChoice, parse_tool_choice
+from .tools.formats import find_template
 from .tools.grammar import answer_constraint
 from .tools.parser import AnswerParser, PlainText
 
@@ -64,7 +64,7 @@ async def chat_job(
         OutriderError: a field is wrong, or the conversation is too long; `param` is a chat's field.
     """
     serving, defaults = accepted.serving, accepted.defaults
-    choice = tool_choice_of(body, strict=serving.config.strict_fields)
+    choice = parse_tool_choice(body, strict=serving.config.strict_fields)
     body.tools = list(choice.tools)
     if choice.is_forced and (body.response_format or {}).get("type", "text") != "text":
         ignore(format_field, strict=serving.config.strict_fields)  # the call's arguments have a form of their own
@@ -111,7 +111,7 @@ async def _response_template(
     """
     config = serving.config
     name = config.tool_call_parser if choice.tools else config.reasoning_parser
-    template = format_of(name, tokenizer, await serving.chat_template(lora) if name is None else None)
+    template = find_template(name, tokenizer, await serving.chat_template(lora) if name is None else None)
     if choice.tools and template is None and not choice.is_forced:
         raise InvalidRequestError(
             "nothing says in which format this model calls tools: start the server with --tool-call-parser NAME, or "

@@ -90,7 +90,7 @@ def _num_chars(content: str | list[dict[str, str]]) -> int:
     return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
-def role_of(message: Any, place: str, roles: Collection[str]) -> str:
+def check_role(message: Any, place: str, roles: Collection[str]) -> str:
     """Role of a message, one of `roles`."""
     if not isinstance(message, dict):
         raise invalid(place, "must be an object")
@@ -101,11 +101,11 @@ def role_of(message: Any, place: str, roles: Collection[str]) -> str:
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:
-    role = _ROLES[role_of(message, place, _ROLES)]
+    role = _ROLES[check_role(message, place, _ROLES)]
     content = message.get("content")
     if content is None and role in ("assistant", "tool"):
         content = message.get("refusal") or ""  # so says the API of a message that had no text
-    result: dict[str, Any] = {"role": role, "content": content_of(content, f"{place}.content")}
+    result: dict[str, Any] = {"role": role, "content": parse_content(content, f"{place}.content")}
     for name in ("name", *_FIELDS_BY_ROLE.get(role, ())):
         value = message.get(name)
         if value is None:
@@ -155,7 +155,7 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     return {"id": call_id} | result
 
 
-def content_of(content: Any, place: str) -> str | list[dict[str, str]]:
+def parse_content(content: Any, place: str) -> str | list[dict[str, str]]:
     """Content of a message: a string, or its parts; the chat template gets the form that it reads.
 
     Raises:

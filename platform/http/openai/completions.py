@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...client.text.no_tokenizer import needed
-from ...client.text.vocabulary import TokenTexts, vocabulary_of
+from ...client.text.vocabulary import TokenTexts, read_vocabulary
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
@@ -24,10 +24,10 @@ from .logprobs import (
     CompletionLogprobsPieces,
     Packed,
     Token,
-    entry_of,
     pack,
     prompt_logprobs,
     token_text,
+    unpack_logprob,
 )
 from .protocol import CompletionRequest
 
@@ -142,11 +142,11 @@ class _Completions:
         else:
             end = len(token_ids)
         entries = prompt.logprobs or [None] * len(token_ids)
-        texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
+        texts = TokenTexts(read_vocabulary(self._tokenizer), skip_special_tokens=False, at_start=True)
         tokens = []
         for i, (token_id, entry) in enumerate(zip(token_ids, entries, strict=True)):
             if i == hidden:
-                texts = TokenTexts(vocabulary_of(self._tokenizer), skip_special_tokens=False, at_start=True)
+                texts = TokenTexts(read_vocabulary(self._tokenizer), skip_special_tokens=False, at_start=True)
             token, _ = texts.next(token_id, is_last=i == end - 1)
             tokens.append(Token(token_id, None if entry is None else pack(entry), hidden <= i < end, token))
         return tokens
@@ -154,13 +154,13 @@ class _Completions:
     def _generated(self, token_ids: list[int], entries: Sequence[Packed]) -> list[Token]:
         tokens = []
         for token_id, entry in zip(token_ids, entries, strict=True):
-            chosen = entry_of(token_id, entry)
+            chosen = unpack_logprob(token_id, entry)
             tokens.append(Token(token_id, entry, chosen.token_bytes != b"", token_text(token_id, chosen)))
         return tokens
 
     def _prompt_text(self, prompt_index: int, token_ids: list[int]) -> str:
         prompt = self._body.prompts[prompt_index]
-        return prompt if isinstance(prompt, str) else vocabulary_of(self._tokenizer).decode(token_ids)
+        return prompt if isinstance(prompt, str) else read_vocabulary(self._tokenizer).decode(token_ids)
 
     def choices(self, event: Event) -> list[Chunk]:
         """See ChunkEncoder."""

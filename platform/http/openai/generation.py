@@ -11,10 +11,10 @@ from typing import Any
 from ...client.prepared import Prepared
 from ...client.prompts import has_new_constraint
 from ...core.errors import OutriderError
-from ...core.outputs import CompletionOutput, Logprob, RequestOutput
+from ...core.outputs import CompletionOutput, Logprob
 from ...core.tasks import cancel
 from ..body.lenient import ignore
-from ..observe.generations import Generation, speculation_of
+from ..observe.generations import Generation, sum_speculation
 from ..observe.request_log import MAX_IGNORED_NAME, current_log
 from ..protect.accounting import accounted
 from ..serving_state import Serving
@@ -84,7 +84,10 @@ def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
 async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
     generation = job.generations[index]
     recorder = serving.metrics.recorder(generation, job.principal.tenant)
-    outputs = _outputs_of(serving, job, index)
+    if job.beam is not None:
+        outputs = beam_outputs(serving, job, index)
+    else:
+        outputs = serving.llm.run(job.prepared[index], delta=True)
     in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
     if len(job.prompts) == 1:
         in_engine = serving.queue.enter_engine(job.params.n)
@@ -105,13 +108,6 @@ async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerato
                 generation.failure = "abort"
                 recorder.on_end(generation.failure)
             raise
-
-
-def _outputs_of(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
-    """Outputs of a prompt, each with what is new."""
-    if job.beam is not None:
-        return beam_outputs(serving, job, index)
-    return serving.llm.run(job.prepared[index], delta=True)
 
 
 async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
@@ -162,7 +158,7 @@ def usage_of(job: Job) -> dict[str, Any]:
 
 def metrics_of(job: Job) -> dict[str, Any]:
     """Ours: counts of speculation, complete once the job has finished."""
-    counts = speculation_of(job.generations)
+    counts = sum_speculation(job.generations)
     return {
         "speculative_decoding": {
             "num_drafts": counts.num_drafts,

@@ -29,7 +29,7 @@ def unpack(packed: Packed) -> Entries:
     return {packed[i]: Logprob(*packed[i + 1 : i + _WIDTH]) for i in range(0, len(packed), _WIDTH)}
 
 
-def entry_of(token_id: int, packed: Packed) -> Logprob:
+def unpack_logprob(token_id: int, packed: Packed) -> Logprob:
     """The entry of one token."""
     start = packed[::_WIDTH].index(token_id) * _WIDTH + 1
     return Logprob(*packed[start : start + _WIDTH - 1])

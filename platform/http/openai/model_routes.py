@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...core.errors import NotFoundError
-from ..anthropic.errors import is_of as is_anthropic
+from ..anthropic.errors import is_anthropic
 from ..anthropic.models_page import model_info, models_page
 from ..serving_state import principal_of, serving_of
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from ...core.errors import InvalidRequestError, invalid
 from ...core.pooling import PoolingParams
 from ..body.foreign_fields import Unsupported
-from .protocol import MAX_PROMPTS, ModelFields, Prompt, Texts, prompts_of
+from .protocol import MAX_PROMPTS, ModelFields, Prompt, Texts, list_prompts
 
 
 class PooledFields(ModelFields):
@@ -26,7 +26,7 @@ class InputFields(PooledFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """`input` in its four forms as a list of prompts."""
-        return prompts_of(self.input)
+        return list_prompts(self.input)
 
     def check(self) -> None:
         """See the base class."""

@@ -14,7 +14,7 @@ from ...core.sampling_params import SamplingParams
 from ..body.foreign_fields import CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, TEMPLATE_UNSUPPORTED, Unsupported
 from ..body.lenient import LenientModel, shape_of
 from .chat_messages import ChatMessage
-from .structured_outputs import constraint_of
+from .structured_outputs import parse_constraint
 
 MAX_PROMPTS = 1024
 """Prompts in one request."""
@@ -174,7 +174,7 @@ class SamplingFields(DecodingFields):
         """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
         wrong one. Without `max_tokens` in the request it is None, and the job decides, prompt by prompt."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
-        constraint = constraint_of({name: getattr(self, name) for name in self.model_fields_set})
+        constraint = parse_constraint({name: getattr(self, name) for name in self.model_fields_set})
         given.update(changes)
         if constraint is not None:
             if changes.get("structured_outputs") is not None:
@@ -202,7 +202,7 @@ class CompletionRequest(SamplingFields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """`prompt` in its four forms as a list of prompts."""
-        return prompts_of(self.prompt)
+        return list_prompts(self.prompt)
 
     def check(self) -> None:
         """See the base class."""
@@ -251,7 +251,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
             )
 
 
-def prompts_of(given: Any) -> list[str | list[int]]:
+def list_prompts(given: Any) -> list[str | list[int]]:
     """A prompt in its four forms as a list of prompts."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 

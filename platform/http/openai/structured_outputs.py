@@ -25,7 +25,7 @@ GUIDED = {
 FIELDS = ("response_format", "structured_outputs", *GUIDED)
 
 
-def constraint_of(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
+def parse_constraint(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
     """Constraint of a request's fields; None when it has none.
 
     Raises:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...client.text.no_tokenizer import OPTION, needed
-from ...client.text.vocabulary import vocabulary_of
+from ...client.text.vocabulary import read_vocabulary
 from ...core.errors import InvalidRequestError, invalid
 from ...core.lora_request import LoRA
 from ...core.sampling_params import quote_for_error
@@ -21,7 +21,7 @@ from ..serving_state import principal_of, serving_of
 from .chat_messages import normalize_messages
 from .json_pieces import json_answer
 from .protocol import DetokenizeRequest, TokenizeRequest
-from .tools.choice import tool_choice_of
+from .tools.choice import parse_tool_choice
 
 router = APIRouter()
 
@@ -47,7 +47,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages", param="prompt")
     if body.messages is not None:
-        body.tools = list(tool_choice_of(body).tools)
+        body.tools = list(parse_tool_choice(body).tools)
         tokens = await serving.chat_prompt(normalize_messages(body.messages), body, lora)
     else:
         special = body.add_special_tokens is None or body.add_special_tokens
@@ -100,5 +100,5 @@ async def detokenize(request: Request) -> Response:
         i = next(i for i, token in enumerate(body.tokens) if not 0 <= token < size)
         message = f"{quote_for_error(body.tokens[i])} is not a token id: they go from 0 to {size - 1}"
         raise InvalidRequestError(message, param=f"tokens[{i}]")
-    text = await asyncio.to_thread(vocabulary_of(tokenizer).decode, body.tokens)
+    text = await asyncio.to_thread(read_vocabulary(tokenizer).decode, body.tokens)
     return await json_answer({"prompt": text})

@@ -14,7 +14,7 @@ from ...core.adapter_names import label_text
 from ...core.errors import AuthenticationError, OutriderError, OverloadedError
 from ...core.logs import current_request_id
 from ...tenancy.ledger.usage_row import Status, UsageRow
-from ..observe.generations import first_output, speculation_of
+from ..observe.generations import first_output, sum_speculation
 from ..openai.job import Event, Job
 from ..serving_state import Serving, principal_of, serving_of
 
@@ -181,7 +181,7 @@ class Account:
 
     def _update(self, moment: float) -> None:
         row, job = self.row, self._job
-        counts, drafts, first = job.counts, speculation_of(job.generations), first_output(job.generations)
+        counts, drafts, first = job.counts, sum_speculation(job.generations), first_output(job.generations)
         row.prompt_tokens = counts.prompt_tokens
         row.cached_tokens = counts.cached_tokens
         row.output_tokens = counts.output_tokens if job.keeps_output else 0

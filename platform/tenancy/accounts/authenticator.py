@@ -22,8 +22,8 @@ class StaticKeys:
     everybody who may generate may run the server too."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_api_keys: Sequence[str] = ()) -> None:
-        self._digests = [digest_of(key) for key in api_keys]
-        self._admin_digests = [digest_of(key) for key in admin_api_keys]
+        self._digests = [hash_key(key) for key in api_keys]
+        self._admin_digests = [hash_key(key) for key in admin_api_keys]
         scopes: set[Scope] = {"inference"} if admin_api_keys else {"inference", "admin"}
         self._user = Principal(scopes=frozenset(scopes))
         self._admin = Principal(scopes=frozenset[Scope]({"inference", "admin"}))
@@ -31,7 +31,7 @@ class StaticKeys:
     def authenticate(self, key: str) -> Principal | None:
         """See Authenticator."""
         # All keys are compared, and digests have one length: the time says nothing about a key.
-        digest = digest_of(key)
+        digest = hash_key(key)
         as_admin = [hmac.compare_digest(digest, known) for known in self._admin_digests]
         as_user = [hmac.compare_digest(digest, known) for known in self._digests]
         if any(as_admin):
@@ -39,6 +39,6 @@ class StaticKeys:
         return self._user if any(as_user) or not self._digests else None
 
 
-def digest_of(key: str) -> bytes:
+def hash_key(key: str) -> bytes:
     """SHA-256 of a key: what is stored and compared. A key has 256 random bits, so a slow hash would add nothing."""
     return hashlib.sha256(key.encode()).digest()

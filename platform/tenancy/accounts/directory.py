@@ -16,8 +16,8 @@ from ...core.errors import OutriderError
 from ...core.tasks import cancel
 from ..database.connection import Database, DatabaseUnavailableError
 from ..database.schema import api_keys
-from ..database.store import read_prefixes, read_revision, read_tenants, record_of
-from .authenticator import StaticKeys, digest_of
+from ..database.store import read_prefixes, read_record, read_revision, read_tenants
+from .authenticator import StaticKeys, hash_key
 from .principal import Principal
 from .records import Key, SharedPrefix, Tenant
 
@@ -106,7 +106,7 @@ class Directory:
                 return operator
         if self._age_clock() - self._checked_at > MAX_AGE_SECONDS:
             raise DatabaseUnavailableError("API keys cannot be checked: the database has been away for too long")
-        entry = self._snapshot.entries.get(digest_of(key))
+        entry = self._snapshot.entries.get(hash_key(key))
         return None if entry is None or self._is_expired(entry) else entry.principal
 
     def principal(self, key_id: str) -> Principal | None:
@@ -180,7 +180,7 @@ class Directory:
             tenants = {tenant.name: tenant for tenant in read_tenants(connection)}
             entries = {}
             for row in connection.execute(select(api_keys).where(api_keys.c.revoked_at.is_(None))):
-                key, tenant = record_of(Key, row), tenants.get(row.tenant)
+                key, tenant = read_record(Key, row), tenants.get(row.tenant)
                 if tenant is None or tenant.disabled:
                     continue
                 principal = Principal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from .authenticator import digest_of
+from .authenticator import hash_key
 
 KEY_START = "sk-or-"
 """First characters of every key, so that people and secret scanners recognise one."""
@@ -28,4 +28,4 @@ class NewKey(NamedTuple):
 def make_key() -> NewKey:
     """A key of 256 random bits from the system's generator."""
     secret = KEY_START + secrets.token_urlsafe(NUM_RANDOM_BYTES)
-    return NewKey(f"key-{secrets.token_hex(8)}", secret, secret[:PREFIX_LENGTH], digest_of(secret))
+    return NewKey(f"key-{secrets.token_hex(8)}", secret, secret[:PREFIX_LENGTH], hash_key(secret))

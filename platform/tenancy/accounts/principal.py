@@ -57,12 +57,12 @@ _TYPES = get_type_hints(Limits, include_extras=True)
 
 
 def limit_fields(limits: Limits) -> dict[str, Any]:
-    """The limits that are set, as JSON keeps them; `limits_of` reads them back."""
+    """The limits that are set, as JSON keeps them; `merge_limits` reads them back."""
     fields: dict[str, Any] = msgspec.to_builtins(limits)
     return fields
 
 
-def limits_of(fields: Mapping[str, Any], base: Limits = NO_LIMITS) -> Limits:
+def merge_limits(fields: Mapping[str, Any], base: Limits = NO_LIMITS) -> Limits:
     """`base` with these fields in place of its own; None takes a limit away.
 
     Raises:

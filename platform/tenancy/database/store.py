@@ -21,7 +21,7 @@ from sqlalchemy.exc import IntegrityError
 from ...core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError
 from ...core.labels import DEFAULT_TENANT, OTHER
 from ..accounts.keys import make_key
-from ..accounts.principal import SCOPES, Limits, Scope, limits_of
+from ..accounts.principal import SCOPES, Limits, Scope, merge_limits
 from ..accounts.records import Key, SharedPrefix, StoredAdapter, Tenant
 from ..times import MAX_TIME
 from .audit import Actor, forget_old_notes, write_line, write_row
@@ -106,7 +106,7 @@ class Store:
         _check_changeable(changes, ("weight", "limits", "max_adapters", "disabled"))
         with self._changing(f"updated tenant {name}: {_shown(changes)}") as connection:
             old = _tenant(connection, name)
-            limits = limits_of(changes.get("limits") or {}, old.limits)
+            limits = merge_limits(changes.get("limits") or {}, old.limits)
             new = dataclasses.replace(old, **(dict(changes) | {"limits": limits}))
             _check_tenant(new)
             connection.execute(update(tenants).where(tenants.c.name == name).values(msgspec.to_builtins(new)))
@@ -166,7 +166,7 @@ class Store:
                 query = query.where(api_keys.c.tenant == tenant)
             if not revoked:
                 query = query.where(api_keys.c.revoked_at.is_(None))
-            return [record_of(Key, row) for row in connection.execute(query)]
+            return [read_record(Key, row) for row in connection.execute(query)]
 
     def get_key(self, key_id: str) -> Key:
         """The key of this id, also when it has been revoked."""
@@ -180,7 +180,7 @@ class Store:
             old = _key(connection, key_id)
             if old.revoked_at is not None:
                 raise InvalidUserInputError(f"The key {key_id!r} has been revoked", param="id")
-            limits = limits_of(changes.get("limits") or {}, old.limits)
+            limits = merge_limits(changes.get("limits") or {}, old.limits)
             new = dataclasses.replace(old, **(dict(changes) | {"limits": limits}))
             self._check_key(new)
             connection.execute(update(api_keys).where(api_keys.c.id == key_id).values(msgspec.to_builtins(new)))
@@ -282,7 +282,7 @@ class Store:
         """Stored adapters, oldest first."""
         with self._database.read() as connection:
             rows = connection.execute(select(adapters).order_by(adapters.c.created_at, adapters.c.id))
-            return [record_of(StoredAdapter, row) for row in rows]
+            return [read_record(StoredAdapter, row) for row in rows]
 
     # --- revisions ---
 
@@ -310,23 +310,23 @@ def read_revision(connection: Connection) -> int:
 def read_tenants(connection: Connection) -> list[Tenant]:
     """Tenants that have not been deleted, by name."""
     query = select(tenants).where(tenants.c.deleted_at.is_(None)).order_by(tenants.c.name)
-    return [record_of(Tenant, row) for row in connection.execute(query)]
+    return [read_record(Tenant, row) for row in connection.execute(query)]
 
 
 def read_prefixes(connection: Connection) -> list[SharedPrefix]:
     """Shared prefixes, sorted by name."""
     rows = connection.execute(select(shared_prefixes).order_by(shared_prefixes.c.name))
-    return [record_of(SharedPrefix, row) for row in rows]
+    return [read_record(SharedPrefix, row) for row in rows]
 
 
 def _tenant(connection: Connection, name: str) -> Tenant:
     row = connection.execute(select(tenants).where(tenants.c.name == name, tenants.c.deleted_at.is_(None))).first()
     if row is None:
         raise NotFoundError(f"There is no tenant {name[:MAX_NAME]!r}", param="tenant")
-    return record_of(Tenant, row)
+    return read_record(Tenant, row)
 
 
-def record_of(kind: type[T], row: Row[Any]) -> T:
+def read_record(kind: type[T], row: Row[Any]) -> T:
     """A row as one of the dataclasses in `accounts.records`.
 
     Raises:
@@ -342,7 +342,7 @@ def _key(connection: Connection, key_id: str) -> Key:
     row = connection.execute(select(api_keys).where(api_keys.c.id == key_id)).first()
     if row is None:
         raise NotFoundError(f"There is no key {key_id[:MAX_NAME]!r}", param="id")
-    return record_of(Key, row)
+    return read_record(Key, row)
 
 
 def _check_slug(name: str) -> None:

@@ -18,7 +18,7 @@ SET_BACK_SECONDS = 60
 that ends even longer before the last one is not late, but of a clock that was set back further."""
 
 
-def period_of(period: Period, now: float) -> tuple[int, int]:
+def period_bounds(period: Period, now: float) -> tuple[int, int]:
     """Start and end of the period that `now` falls into: seconds since the epoch, in UTC. Weeks begin on
     Monday."""
     time = gmtime(now)
@@ -69,7 +69,7 @@ class Budget:
         """`now`: seconds since the epoch."""
         self.limit = limit
         self.period = period
-        self.start, self.end = period_of(period, now)
+        self.start, self.end = period_bounds(period, now)
         self.used_in_ledger = 0
         self.recent: Counter[int] = Counter()
         """Tokens of ended requests that are not in `used_in_ledger`, by their end in units of `RECENT_SECONDS`."""
@@ -88,7 +88,7 @@ class Budget:
         """Begin another period if `now` is in one. The clock may have been set, too: ask the ledger soon."""
         if self.start <= now < self.end:
             return
-        self.start, self.end = period_of(self.period, now)
+        self.start, self.end = period_bounds(self.period, now)
         self.used_in_ledger, self.read_until = 0, 0.0
         self.recent.clear()
         self.news.clear()

@@ -186,7 +186,7 @@ class EagleDrafter(TokenDrafter):
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Its layers of the engine's cache."""
         super().bind(kv[:1], prepare_adapters)
-        self._store.bind(kv[1], prepare_adapters)
+        self._store.bind_layer(kv[1], prepare_adapters)
 
     @torch.inference_mode()
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:

@@ -33,7 +33,7 @@ from ....models.layers.weights import WeightSlot
 from ....models.model import LanguageModel
 from ...verify.draft_sampling import DraftVocabulary
 from ..base import Adapters
-from ..checkpoint import refuse
+from ..checkpoint import draft_vocabulary, refuse
 from .config import EagleConfig
 
 LAYER = "layers.0"
@@ -161,17 +161,7 @@ class EagleHead:
         self._embedding = tensor.to(self.device, self.config.layer.dtype, copy=True).contiguous()
 
     def _load_vocabulary(self, offsets: Tensor) -> None:
-        ids = torch.arange(len(offsets)) + offsets.cpu().long()
-        size, low, high = self.config.layer.vocab_size, int(ids.min()), int(ids.max())
-        if low < 0 or high >= size:
-            wrong = low if low < 0 else high
-            raise refuse(f"d2t of the head maps to token {wrong}, the target's vocabulary has {size} tokens")
-        if len(ids.unique()) != len(ids):
-            raise refuse(
-                f"d2t of the head maps its {len(ids)} tokens to {len(ids.unique())}: some are mapped to the same"
-            )
-        if len(ids) < size or bool(offsets.any()):
-            self.vocabulary = DraftVocabulary(ids.to(self.device), size)
+        self.vocabulary = draft_vocabulary(offsets, self.config.layer.vocab_size, self.device)
 
     def fuse(self, states: Sequence[Tensor], adapters: Any) -> Tensor:
         """The layer's input [T, H] from the target's hidden states of T tokens."""

@@ -16,7 +16,7 @@ from ....models.checkpoint.gguf_file import is_gguf, read_gguf_head
 from ....models.checkpoint.json_files import read_model_config
 from ....models.config import DTYPES, DecoderConfig
 from ....models.decoder import Decoder
-from ....models.families import FAMILIES, traits_of
+from ....models.families import FAMILIES, find_traits
 from ....models.families.multimodal import OUTER, language_name
 from ....models.families.prediction import PredictionHead
 from ....models.implementation import read_config
@@ -58,7 +58,7 @@ def read_mtp_config(path: Path, dtype: torch.dtype, target: ModelConfig | None =
         NotFoundError, UnsupportedModelError: as for any model.
     """
     config = read_config(read_model_config(path), dtype)
-    traits = traits_of(config.architecture) if isinstance(config, DecoderConfig) else None
+    traits = find_traits(config.architecture) if isinstance(config, DecoderConfig) else None
     if not isinstance(config, DecoderConfig) or traits is None or traits.prediction is None:
         served = ", ".join(name for name, known in FAMILIES.items() if known.prediction is not None)
         raise refuse(
@@ -119,7 +119,7 @@ def head_tensors(path: Path, config: MtpConfig) -> dict[str, StoredTensor]:
         raise refuse(
             f"method mtp needs a head for multi-token prediction, and {path} has none: {missing}.weight is missing"
         )
-    traits = traits_of(config.layer.architecture)
+    traits = find_traits(config.layer.architecture)
     unused = re.compile(traits.unused) if traits is not None and traits.unused else None
     found = {
         ours: stored[name]

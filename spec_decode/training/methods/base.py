@@ -137,7 +137,7 @@ class Wanted(NamedTuple):
     """[last - first, V] float32, of the labels from `first` to `last`."""
 
 
-def wanted_of(features: Features, labels: Tensor | None = None, tokens: Tensor | None = None) -> Wanted:
+def build_wanted(features: Features, labels: Tensor | None = None, tokens: Tensor | None = None) -> Wanted:
     """The target's distributions at a batch's labels, or at those of indices `labels`.
 
     Args:

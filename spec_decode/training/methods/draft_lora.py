@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..output_files import write_model
 from ..target import Features, import_peft
-from .base import Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
+from .base import Step, TrainedDrafter, build_wanted, greedy_tokens, soft_cross_entropy
 from .eagle_head import EagleHead
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -108,7 +108,7 @@ class DraftModelLora(TrainedDrafter):
         """Cross entropy against the target's distribution."""
         hidden = self._hidden(features)
         step = Step(hidden, torch.arange(len(hidden), device=hidden.device))
-        return soft_cross_entropy([step], self._lm_head.weight, wanted_of(features))
+        return soft_cross_entropy([step], self._lm_head.weight, build_wanted(features))
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """Guesses [N, k], equal at every position of a round: correct drafts are the text itself."""

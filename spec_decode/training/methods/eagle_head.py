@@ -19,7 +19,7 @@ from ....models.config import DecoderConfig
 from ...drafters.eagle.config import EagleConfig
 from ..output_files import write_model
 from ..target import Features, Labels, Target
-from .base import STEP_DECAY, Step, TrainedDrafter, greedy_tokens, soft_cross_entropy, wanted_of
+from .base import STEP_DECAY, Step, TrainedDrafter, build_wanted, greedy_tokens, soft_cross_entropy
 from .layers import MLP, ChainAttention, ChainKV, RMSNorm
 
 FEATURE_NOISE = 0.1
@@ -95,12 +95,12 @@ class EagleHead(TrainedDrafter):
         states = [Step(self.normed(hidden), index) for hidden, index in steps]
         tokens = self.vocabulary
         if tokens is None:
-            return soft_cross_entropy(states, self.lm_head_weight, wanted_of(features))
+            return soft_cross_entropy(states, self.lm_head_weight, build_wanted(features))
         known = torch.isin(features.labels.greedy, tokens)
         kept = known.nonzero(as_tuple=True)[0]
         number = known.cumsum(0) - 1
         states = [Step(hidden[known[index]], number[index[known[index]]]) for hidden, index in states]
-        return soft_cross_entropy(states, self.lm_head_weight, wanted_of(features, kept, tokens))
+        return soft_cross_entropy(states, self.lm_head_weight, build_wanted(features, kept, tokens))
 
     def guesses(self, features: Features, k: int) -> Tensor:
         """As in `TrainedDrafter`."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..output_files import aside, write_json
 from ..target import Features
-from .base import STEP_DECAY, Step, TrainedDrafter, at_roots, greedy_tokens, soft_cross_entropy, wanted_of
+from .base import STEP_DECAY, Step, TrainedDrafter, at_roots, build_wanted, greedy_tokens, soft_cross_entropy
 
 WEIGHTS_FILE = "medusa_lm_head.pt"
 
@@ -46,7 +46,7 @@ class MedusaHeads(TrainedDrafter):
 
     def loss(self, features: Features) -> Tensor:
         """Cross entropy of every head against the target's distribution, each further head weighted less."""
-        wanted, total, factors = wanted_of(features), features.hidden.new_zeros((), dtype=torch.float32), 0.0
+        wanted, total, factors = build_wanted(features), features.hidden.new_zeros((), dtype=torch.float32), 0.0
         for head, lm_head in enumerate(self.lm_heads):
             factor = STEP_DECAY**head
             step = Step(*self._states(features, head))

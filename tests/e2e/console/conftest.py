@@ -76,7 +76,7 @@ class Console:
         )
 
     def figure(self, name: str) -> Locator:
-        """One of the figures beside the conversation."""
+        """One of the figures next to the conversation."""
         return self.page.locator(f'#answer-stats dt:text-is("{name}") + dd')
 
 
@@ -97,7 +97,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_tab(browser) -> Iterator[Callable[..., Console]]:
-    """Makes tabs, each with nothing stored; what their pages complain about is the test's failure."""
+    """Makes tabs, each with nothing stored; an error on their pages fails the test."""
     tabs: list[Console] = []
 
     def open_tab(url: str, **options) -> Console:
@@ -114,7 +114,7 @@ def open_tab(browser) -> Iterator[Callable[..., Console]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """From where adapters may be loaded: one, "extra"."""
+    """Sources from which adapters may be loaded: one, "extra"."""
     folder = tmp_path_factory.mktemp("console")
     shutil.copytree(demo_adapters()["sql"], folder / "extra")
     return folder

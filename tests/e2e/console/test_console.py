@@ -114,7 +114,7 @@ def test_loading_pinning_and_unloading(signed_in, folder, api):
     assert XSS not in [card["id"] for card in api.get("/v1/models").json()["data"]]
 
 
-def test_an_action_that_fails_says_why(signed_in, folder, api):
+def test_a_failed_action_shows_the_reason(signed_in, folder, api):
     page = signed_in.page
     body = {"lora_name": "brief", "lora_path": str(folder / "extra")}
     assert api.post("/v1/load_lora_adapter", json=body).status_code == 200

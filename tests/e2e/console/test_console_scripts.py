@@ -96,7 +96,7 @@ ENDLESS_ANSWERS = """() => {
 }"""
 
 
-def test_what_ends_with_a_conversation_does_not_come_into_the_next(page):
+def test_state_of_a_conversation_does_not_leak_into_the_next(page):
     """An answer that is in flight when a new one is begun, or its reader signs out."""
     card = {"id": "m", "parent": None, "root": "/model"}
     page.answers |= {"/admin/v1/stats": STATS, "/v1/models": {"object": "list", "data": [card]}}
@@ -212,8 +212,8 @@ def test_pieces_are_always_the_whole_text(run):
     assert run("tokens.js", code, cases) == [contents for _, contents in cases]
 
 
-def test_rounds_and_rejected_drafts_have_their_place(run):
-    """Also where the token that ends a round has no text: a piece of a character, or a special token at the end."""
+def test_verification_steps_and_rejected_drafts_are_shown(run):
+    """Also if the last token of a step has no text: a piece of a character, or a special token at the end."""
     chunks = [
         [["Hi", True, 0], [" all", False, 1]],
         [["\ufffd", False, 3], ["\ufffd", False, 0], ["!", True, 0], ["<end>", False, 2]],

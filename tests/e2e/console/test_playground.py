@@ -1,4 +1,4 @@
-"""The console's playground: what it shows of an answer's tokens, and conversations."""
+"""The console's playground: an answer's tokens, and conversations."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Servers with accounts that tests may break, and a record of what came of it."""
+"""Servers with accounts that tests may break, and a record of the outcome."""
 
 import sys
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def load(accounts):
 
 @pytest.fixture
 def outcome(request, record_property):
-    """Call it with what a fault led to: printed, and kept in the report of the run."""
+    """Call it with the outcome of a fault: printed, and kept in the report of the run."""
 
     def record(text: str) -> None:
         record_property("outcome", text)

@@ -1,4 +1,4 @@
-"""What the fault tests break, load and look at; imported by its name."""
+"""Helpers of the fault tests; imported by its name."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ FAULTS = Path(__file__).parent
 
 
 class Accounts:
-    """A database with one tenant, and what its ledger says."""
+    """A database with one tenant, and its ledger."""
 
     def __init__(self, url: str) -> None:
         from outrider.platform.tenancy.accounts.records import Tenant
@@ -47,7 +47,7 @@ class Accounts:
 
 
 class Load:
-    """Streams that run in threads of their own, and what became of each."""
+    """Streams that run in threads of their own, and their results."""
 
     def __init__(self, server, key: str, prefix: str, count: int, **body: Any) -> None:
         self.prefix = prefix
@@ -94,7 +94,7 @@ class Load:
         return [json.loads(line.removeprefix("data: ")) for line in self.lines[name] if line != "data: [DONE]"]
 
     def num_tokens(self, name: str) -> int:
-        """What has been delivered."""
+        """Number of delivered tokens."""
         return max(chunk["usage"]["completion_tokens"] for chunk in self.chunks(name) if "usage" in chunk)
 
     def texts(self) -> dict[str, str]:

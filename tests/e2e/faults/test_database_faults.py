@@ -31,7 +31,7 @@ def server(start, options):
 
 
 def test_database_stopped_under_load(server, accounts, postgresql_server, load, check_served, outcome):
-    """Known keys go on; what the database misses is in the journal, and follows."""
+    """Known keys are served; rows that the database misses are in the journal, and follow."""
     before = load(server, "before", 4, max_tokens=900)  # they end when it has stopped
     before.wait_until_all_stream(server)
     postgresql_server.stop()

@@ -66,7 +66,7 @@ def test_adapter_files_broken(server, place, ask, check_served, outcome, fault, 
     """Not in memory any more when its files break: a typed error to its requests alone; whole again, it is served."""
     whole = ask("first")
     assert whole.status_code == 200
-    for other in ("second", "json"):  # take its place in memory
+    for other in ("second", "json"):  # evict it from memory
         assert ask(other).status_code == 200
     fault(place / "served/first")
     refused = ask("first")
@@ -82,7 +82,7 @@ def test_adapter_files_broken(server, place, ask, check_served, outcome, fault, 
 
 
 def test_files_of_an_adapter_in_use_deleted(place, ask, outcome):
-    """What is in memory goes on being served."""
+    """The adapter in memory is still served."""
     before = ask("third")
     shutil.rmtree(place / "served/third")
     assert ask("third").json()["choices"] == before.json()["choices"]
@@ -106,8 +106,8 @@ def test_disk_full_for_fetched_adapters(server, accounts, place, full_disk, ask,
 
 
 def test_disk_full_for_journal_and_database(server, accounts, full_disk, load, outcome):
-    """Neither the database nor the journal can grow: what runs finishes and is accounted for, what is new is refused
-    with 503 once there is no room to account for it; with room again, all is served and in the ledger."""
+    """Neither the database nor the journal can grow: running requests finish and are accounted for, new ones get
+    503 once there is no room to account for it; with room again, all is served and in the ledger."""
     running = load(server, "full-running", 3, max_tokens=700)
     running.wait_until_all_stream(server)
     answered, refused = 0, None

@@ -18,7 +18,7 @@ def test_the_table_is_that_of_the_tests(repo_root):
     assert set(re.findall(r"`(test_\w+)(?:\[\w+\])?` \|", table)) == tested
 
 
-def test_what_the_threats_name_exists(repo_root):
+def test_names_in_the_threat_model_exist(repo_root):
     """SECURITY.md: each threat's tests, by their files."""
     named = re.findall(r"`(tests/[\w/.]+)`", (repo_root / "SECURITY.md").read_text())
     assert len(named) > 15

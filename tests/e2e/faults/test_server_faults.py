@@ -1,4 +1,4 @@
-"""The server's own process lives through jumps of the clock, dies, and is told to end; in this order."""
+"""The server's own process survives jumps of the clock, is killed, and gets SIGTERM; in this order."""
 
 import signal
 import time
@@ -15,7 +15,7 @@ def options(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clock(tmp_path_factory):
-    """By what this file says the server's wall clock is off (clock/sitecustomize.py)."""
+    """A file with the offset of the server's wall clock (clock/sitecustomize.py)."""
     clock = tmp_path_factory.mktemp("clock") / "offset"
     clock.write_text("0")
     return clock
@@ -54,7 +54,7 @@ def test_clock_jumps(server, clock, accounts, load, check_served, outcome, jump)
 
 
 def test_api_process_killed_mid_stream(server, request, accounts, load, check_served, outcome):
-    """`kill -9`: no engine is left behind, and the next server accounts for what was lost, once."""
+    """`kill -9`: no engine is left behind, and the next server accounts for lost requests, once."""
     streams = load(server, "lost", 5, max_tokens=1900, n=4)  # for longer than a checkpoint takes
     streams.wait_until_all_stream(server, events=3)
     time.sleep(1.2)
@@ -63,7 +63,7 @@ def test_api_process_killed_mid_stream(server, request, accounts, load, check_se
     engine = server.engine()
     server.process.kill()
     streams.join()
-    assert all(lines[-1] != "data: [DONE]" for lines in streams.lines.values())  # clients can tell that it is no end
+    assert all(lines[-1] != "data: [DONE]" for lines in streams.lines.values())  # clients see that it is cut
     server.wait_for(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 10)
     again = request.getfixturevalue("second_server")
     again.wait_for(lambda: len(accounts.by_client_id("lost")) == 5)
@@ -76,7 +76,7 @@ def test_api_process_killed_mid_stream(server, request, accounts, load, check_se
 
 
 def test_sigterm_under_load(second_server, accounts, load, outcome):
-    """What runs finishes, what is new is refused, the process ends well, and the ledger is complete."""
+    """Running requests finish, new ones are refused, the exit status is 0, and the ledger is complete."""
     server = second_server
     streams = load(server, "drained", 12, max_tokens=400)
     streams.wait_until_all_stream(server)

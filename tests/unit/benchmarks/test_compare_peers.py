@@ -90,8 +90,7 @@ def measure(peers, tmp_path):
 
 
 def running_workers(folder):
-    """Processes of the fake worker in this folder that still run; the dead that nobody has waited for have no command
-    line."""
+    """Processes of the fake worker in this folder that still run; zombies have no command line."""
     found, script = [], str(folder / "fake_worker.py").encode()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -173,7 +172,7 @@ def test_an_engine_that_cannot_be_started_is_named(fake, measure):
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_all_workers_and_keeps_what_there_is(fake, peers, tmp_path):
+def test_an_interrupt_ends_all_workers_and_keeps_results(fake, peers, tmp_path):
     session = peers("session")
     results, case = session.Results(), session.Case("tiny", "base")
 
@@ -221,7 +220,7 @@ def test_an_idle_worker_takes_no_processor_time(start):
     assert worker.ask({"requests": 1, "prompt": 4, "output": 64})["seconds"] > 0
 
 
-def test_what_does_not_answer_is_given_up(start, peers, tmp_path):
+def test_an_unresponsive_peer_is_given_up(start, peers, tmp_path):
     with pytest.raises(peers("process").WorkerError, match=r"^no answer in 0\.5 seconds$"):
         start("hanging", timeout=0.5)
     assert running_workers(tmp_path) == []
@@ -314,7 +313,7 @@ def test_a_failed_peer_is_reported_and_leaves_the_status_alone(command, capsys):
     assert "weak (small lora): RuntimeError: no adapters here" in capsys.readouterr().out
 
 
-def test_a_signal_keeps_what_there_is(command, compare_peers, monkeypatch, capsys, tmp_path):
+def test_a_signal_keeps_results(command, compare_peers, monkeypatch, capsys, tmp_path):
     def say(text):
         if text.startswith("small ngram: starting"):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -70,25 +70,25 @@ def test_affinity_loads_fewer_adapters_and_answers_sooner(fleet):
     assert affine["ttft_p50"] < in_turn["ttft_p50"]
 
 
-def test_a_lone_request_takes_what_was_measured(fleet):
+def test_a_lone_request_takes_the_measured_time(fleet):
     """One replica, one request: the load, the step with its prompt of 96 to 160 tokens, and the way to the engine."""
     found = fleet.run(count=1, replicas=1)
     assert found["adapter_loads"] == 1
     assert 0.05 + 0.010 + 0.048 + 0.002 <= found["ttft_p50"] <= 0.05 + 0.010 + 0.080 + 0.002
 
 
-def test_a_load_beside_a_running_request(fleet):
+def test_a_load_during_a_running_request(fleet):
     """The first request: 2 ms to the engine, a load of 50, a step of 10 with a prompt of 4. Steps then end at 1.006 s.
 
-    The second comes at 1.002. It is read from 1.006 to 1.106, beside steps of 12 ms, of which one ends at 1.114. It is
-    written beside the next step, of 10 ms, and then takes part in one of 14.
+    The second comes at 1.002. It is read from 1.006 to 1.106, concurrently with steps of 12 ms; one of them
+    ends at 1.114. It is written concurrently with the next step, of 10 ms, and then takes part in one of 14.
     """
     second, first = fleet.serve((0.0, 0, 8, 200), (1.0, 1, 8, 1))
     assert first == pytest.approx(0.066)
     assert second == pytest.approx(0.138)
 
 
-def test_a_load_makes_way_for_prompts_beside_running_requests(fleet):
+def test_a_load_yields_to_prompts_of_running_requests(fleet):
     """A prompt of 200 tokens is computed from 1.042 to 1.152 s. The load stands still for 50 ms of it, up to 1.156."""
     third, second, _ = fleet.serve((0.0, 0, 8, 200), (1.0, 1, 8, 1), (1.03, 0, 200, 1))
     assert third == pytest.approx(0.122)

@@ -120,7 +120,7 @@ def test_sections_that_fail_die_or_hang_cost_no_other_its_results(check, tmp_pat
     assert all(json.loads((tmp_path / "out" / "sections" / f"{name}.json").read_text()) for name in entries)
 
 
-def test_a_run_that_is_ended_prints_and_keeps_what_it_has(check, tmp_path):
+def test_an_interrupted_run_prints_and_keeps_its_results(check, tmp_path):
     process = check("--device", "cpu", "--plan", "fake_plan", "--sections", "good,hangs", "--seconds", "500")
     path = tmp_path / "out" / "sections" / "hangs.json"
     deadline = time.monotonic() + 200
@@ -163,7 +163,7 @@ def test_the_boxes_fit_into_a_run_and_the_tests_come_first(gpu):
         assert callable(entry.work(None, plan.QUICK_SHAPES)), entry
 
 
-def test_a_section_may_use_what_those_before_it_left(check, tmp_path):
+def test_a_section_may_use_results_of_earlier_ones(check, tmp_path):
     process = check("--device", "cpu", "--plan", "fake_plan", "--sections", "good,time_left", "--seconds", "500")
     assert process.wait(200) == 0
     sections = json.loads((tmp_path / "out" / "gpu_check.json").read_text())["sections"]
@@ -250,7 +250,7 @@ def test_the_ceilings(gpu, run):
 
 
 def test_the_kernel_table(gpu, run, device):
-    """In Triton's interpreter where there is no GPU: each row's work gives finite numbers."""
+    """In Triton's interpreter if there is no GPU: each row's work gives finite numbers."""
     pytest.importorskip("triton")
     kernels = gpu("kernels")
     assert [row["skipped"] for row in run("kernels", kernels.measure_kernels)["rows"]] == ["kernels of GPUs alone"]
@@ -317,7 +317,7 @@ def test_engines_of_a_shape(gpu, run, tmp_path, shape):
     assert "skipped" in sections["graphs"]["rows"][0]
 
 
-def test_a_server_under_load_beside_its_engine(gpu, run, tmp_path):
+def test_a_server_under_load_compared_with_its_engine(gpu, run, tmp_path):
     shape = gpu("models").TINY
     entry = run("http", lambda context: gpu("serving").measure_serving(context, tmp_path, shape), 300.0)
     assert not gpu("report").has_failed(entry), entry

@@ -1,4 +1,4 @@
-"""A model that was grown computes what the small one does: logits, adapters, drafts, texts."""
+"""A grown model computes the same as the small one: logits, adapters, drafts, texts."""
 
 import importlib
 import json
@@ -89,7 +89,7 @@ def test_logits_are_the_small_models(family, inflate, tmp_path):
 
 
 @torch.inference_mode()
-def test_hidden_states_that_heads_read_are_where_the_new_ids_say(inflate, growth, tmp_path):
+def test_hidden_states_for_heads_follow_the_new_layer_ids(inflate, growth, tmp_path):
     small = save_small(tmp_path / "small")
     inflate.main([str(small), str(tmp_path / "large"), *LARGER])
     ids = torch.randint(3, 160, (1, 20))
@@ -125,7 +125,7 @@ def test_an_adapter_changes_the_large_model_as_it_does_the_small_one(inflate, tm
 
 
 def test_nothing_can_be_skipped(inflate, tmp_path):
-    """Zeros only where the function needs them, nothing denormal; as many parameters as such a model has."""
+    """Zeros only if the function needs them, nothing denormal; as many parameters as such a model has."""
     small = save_small(tmp_path / "small", tie_word_embeddings=True)
     inflate.main([str(small), str(tmp_path / "large"), *LARGER])
     large = load(tmp_path / "large" / "base")
@@ -156,7 +156,7 @@ def greedy(engine, prompts, lora=None):
 
 
 @pytest.mark.slow
-def test_the_demo_says_the_same_and_its_drafts_are_accepted_alike(inflate, tmp_path):
+def test_the_inflated_demo_has_the_same_text_and_acceptance(inflate, tmp_path):
     json_adapter = demo_adapters()["json"]
     inflate.main(
         f"{demo_model_path()} {tmp_path / 'large'} --hidden-size 640 --layers 8 --intermediate-size 700 --heads 20 "
@@ -241,7 +241,7 @@ def test_ranks_by_layer_are_refused(inflate, tmp_path):
         ("{0}/small {0}/large --heads 1", "heads would shrink"),
     ],
 )
-def test_what_fails_is_told_and_leaves_nothing_behind(more, words, inflate, tmp_path):
+def test_a_failure_is_reported_and_leaves_no_files(more, words, inflate, tmp_path):
     config = json.loads((save_small(tmp_path / "small") / "config.json").read_text())
     for folder in ("adapter", "broken"):
         (tmp_path / folder).mkdir()

@@ -74,7 +74,7 @@ def make_eagle3(folder):
 
 
 def make_eagle3_by_default(folder):
-    """The target's embedding and head, the default layers, norms over what is fused."""
+    """The target's embedding and head, the default layers, norms over the fused states."""
     config = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "norm_before_fc": True}
     tensors = layer_tensors("layers.0", 2 * HIDDEN) | norms("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
     tensors |= {"fc.weight": weight(HIDDEN, 3 * HIDDEN), "input_norm.weight": torch.rand(3 * HIDDEN) + 0.5}

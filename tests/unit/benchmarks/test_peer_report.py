@@ -1,4 +1,4 @@
-"""Peers' environments, the models they are compared on, and what a comparison reports."""
+"""Peers' environments, the models they are compared on, and the report of a comparison."""
 
 import importlib
 import json
@@ -92,7 +92,7 @@ def test_vllm_is_not_measured_without_tcmalloc(peers, tmp_path, monkeypatch):
     assert environments.PEERS["vllm"].variables(tmp_path) == {"LD_PRELOAD": f"{tmp_path / 'nonesuch.so'}:{openmp}"}
 
 
-def test_what_a_failed_command_printed_last_is_the_reason(peers):
+def test_the_last_output_of_a_failed_command_is_the_reason(peers):
     environments = peers("environments")
     code = "print('first'); print('the reason'); raise SystemExit(3)"
     with pytest.raises(environments.PeerError, match=r"^export failed: the reason$"):
@@ -181,7 +181,7 @@ def test_adaptive_drafts_have_ratios_of_their_own(peers):
 # --- The models ---------------------------------------------------------------------------------------------
 
 
-def test_missing_models_are_made_and_those_that_are_there_stay(peers, monkeypatch, tmp_path):
+def test_missing_models_are_made_and_present_ones_kept(peers, monkeypatch, tmp_path):
     import transformers
     from safetensors.torch import load_file
 

@@ -14,7 +14,7 @@ from sqlalchemy import insert, text
 from outrider.models.checkpoint import tokenizer
 from outrider.platform.cli.admin.output import table
 from outrider.platform.cli.main import build_parser, main
-from outrider.platform.tenancy.accounts.authenticator import digest_of
+from outrider.platform.tenancy.accounts.authenticator import hash_key
 from outrider.platform.tenancy.database.connection import Database, parse_url
 from outrider.platform.tenancy.database.schema import api_keys, usage
 
@@ -198,7 +198,7 @@ def test_keys(run, address, capsys):
     assert abs(row["expires_at"] - time.time() - 30 * 86400) < 60
     database = Database(parse_url(address))
     with database.read() as connection:
-        assert bytes(connection.execute(api_keys.select()).one().digest) == digest_of(secret)
+        assert bytes(connection.execute(api_keys.select()).one().digest) == hash_key(secret)
     database.close()
     revoked = as_json(run("key", "revoke", row["id"], "--format", "json"))
     assert revoked["state"] == "revoked"

@@ -30,7 +30,7 @@ def test_from_the_option_or_the_environment(monkeypatch):
 
 
 def test_keys_are_those_of_the_database(monkeypatch):
-    """A client's variable in the same shell means nothing to the server; an operator's key may stand beside."""
+    """A client's variable in the same shell means nothing to the server; an operator's key may be given too."""
     monkeypatch.setenv("OUTRIDER_API_KEY", "mine")
     options = config("--database", "sqlite:///a.db", "--admin-api-key", "operator")
     assert (options.api_keys, options.admin_api_keys) == ((), ("operator",))

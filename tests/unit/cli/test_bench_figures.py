@@ -76,10 +76,10 @@ def test_acceptance_is_defined_as_everywhere():
     assert acceptance(SpeculationCounts()) == {}
 
 
-# --- where the time goes --------------------------------------------------------------------------------------------
+# --- shares of the time --------------------------------------------------------------------------------------------
 
 
-def test_own_time_is_without_what_lies_inside():
+def test_own_time_excludes_nested_ranges():
     spans = [Span("a", 1, 3), Span("inner", 2, 3), Span("b", 3, 7), Span("a", 4, 6), Span("step", 0, 10)]
     assert own_seconds(spans) == {"step": 4, "a": 3, "inner": 1, "b": 2}
 

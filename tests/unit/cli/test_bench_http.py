@@ -119,7 +119,7 @@ def test_events_however_they_are_cut():
         ([*_chunked(_text("one"))[:1], b"8\r\ndata: {\n\r\n"], "Expecting property name"),
     ],
 )
-def test_what_goes_wrong_is_the_requests_error(answer, message):
+def test_failures_are_errors_of_the_request(answer, message):
     (record, after), _ = _ask(answer, _chunked(_text("one", "stop")), count=2)
     assert message in record.error
     assert after.error is None

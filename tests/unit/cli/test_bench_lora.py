@@ -29,13 +29,13 @@ def test_identical_is_one_adapter_and_in_each_round_the_next():
     assert [choose("identical", 3, 4, number, 0) for number in (0, 1, 5)] == [[0] * 3, [1] * 3, [1] * 3]
 
 
-def test_distinct_goes_on_where_the_last_round_ended():
+def test_distinct_continues_after_the_last_round():
     asked = [index for number in range(4) for index in choose("distinct", 8, 32, number, 0)]
     assert asked == list(range(32))
     assert choose("distinct", 5, 3, 0, 0) == [0, 1, 2, 0, 1]  # more requests than adapters
 
 
-def test_random_popularities_are_the_same_for_a_seed_and_others_for_another():
+def test_random_popularities_depend_on_the_seed():
     for name in ("uniform", "skewed"):
         first = choose(name, 50, 1000, 2, 7)
         assert first == choose(name, 50, 1000, 2, 7)
@@ -246,7 +246,7 @@ def test_the_picture_is_one(result):
     assert image[..., :3].std() > 0.05  # not blank
 
 
-def test_nothing_is_left_beside_the_result(result):
+def test_only_the_result_is_left(result):
     assert sorted(os.listdir(result[1])) == ["a.json", "a.png"]
 
 
@@ -264,7 +264,7 @@ def test_own_adapters_and_weights_that_are_random(tmp_path, capsys):
     )
 
 
-def test_only_those_in_use_are_asked_for(tmp_path):
+def test_only_used_fields_are_requested(tmp_path):
     file = tmp_path / "a.json"
     more = f"--num-adapters 3 --adapters-in-use 2 --batch-sizes 3 --rounds 1 --output-json {file}"
     assert main([*SHORT, *more.split()]) == 0
@@ -286,7 +286,7 @@ def test_only_those_in_use_are_asked_for(tmp_path):
         ("--plot .", "--plot: . cannot be written as a file"),
     ],
 )
-def test_wrong_options_are_told_in_a_line(more, message, capsys):
+def test_wrong_options_are_one_line_errors(more, message, capsys):
     assert main([*SHORT, *more.split()]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert message in line

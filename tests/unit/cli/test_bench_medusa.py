@@ -19,7 +19,7 @@ QUICK = "bench speculation --modes medusa --tasks base --batch-sizes 1 --rounds 
 
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory):
-    """They know what the demo says to its prompts: linear maps that fit its texts best (ridge regression)."""
+    """They know the demo's answers to its prompts: linear maps that fit its texts best (ridge regression)."""
     from transformers import LlamaForCausalLM
 
     folder = demo_model_path()

@@ -54,7 +54,7 @@ def test_a_mode_may_name_its_number_of_drafts():
     ]
 
 
-def test_what_is_available_depends_on_the_weights():
+def test_methods_depend_on_the_weights():
     assert available_modes({}) == ["off", "ngram", "suffix", "adaptive"]
     assert set(available_modes(dict.fromkeys(MODES, "x"))) == {*MODES} - {"control", "oracle"}
 
@@ -165,7 +165,7 @@ def test_the_picture_is_one(demo_result):
     assert image[..., :3].std() > 0.05  # not blank
 
 
-def test_synthetic_acceptance_says_so_first(capsys, tmp_path):
+def test_synthetic_acceptance_is_announced_first(capsys, tmp_path):
     file = tmp_path / "s.json"
     modes = ["--modes", "draft_model,adaptive:draft_model"]
     more = "--tasks base --synthetic-acceptance 1,0.999,0 --batch-sizes 4 --max-tokens 60"
@@ -178,7 +178,7 @@ def test_synthetic_acceptance_says_so_first(capsys, tmp_path):
     assert fixed["same_text_as_off"]["same"] < fixed["same_text_as_off"]["of"]
 
 
-def test_dummy_weights_say_so_first(capsys):
+def test_dummy_weights_are_announced_first(capsys):
     more = "--modes ngram --tasks base --load-format dummy --batch-sizes 1"
     assert main([*QUICK, *more.split()]) == 0
     assert capsys.readouterr().out.startswith("RANDOM WEIGHTS")
@@ -228,7 +228,7 @@ def test_own_prompts_go_to_their_adapters(tmp_path):
         ("--modes off --lora a=x --lora a-without-draft=y", "'a-without-draft'"),
     ],
 )
-def test_wrong_options_are_told_in_a_line(more, message, capsys):
+def test_wrong_options_are_one_line_errors(more, message, capsys):
     assert main([*QUICK, *more.split()]) == 1
     assert message in capsys.readouterr().err
 
@@ -274,7 +274,7 @@ def test_lists_without_a_value_are_refused(option, capsys):
     assert "there is no value in" in capsys.readouterr().err
 
 
-def test_copies_without_draft_weights_stay_where_they_belong(tmp_path):
+def test_copies_without_draft_weights_stay_inside_their_folder(tmp_path):
     source, scratch = tmp_path / "adapter", tmp_path / "deep" / "scratch"
     (source / "draft").mkdir(parents=True)
     (source / "adapter_config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The table of `outrider bench speculation`: what stands under each heading, and the figures that it is made of."""
+"""The table of `outrider bench speculation`: its columns, and the figures that they are made of."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def table_of(rows) -> list[str]:
     return format_table(report).splitlines()
 
 
-def test_the_table_shows_what_its_rows_say(rows):
+def test_the_table_shows_its_rows(rows):
     lines = table_of(rows)
     assert lines[0] == "RANDOM WEIGHTS"
     assert "x, 3M parameters, float32, on a processor, threads: 2" in lines[1]
@@ -75,11 +75,11 @@ def test_the_table_shows_what_its_rows_say(rows):
         "same text": "2/2",
     }
     for name, cell in want.items():
-        edge = header.index(name) + len(name)  # they end where their heading does
+        edge = header.index(name) + len(name)  # they end with their heading
         assert shown[:edge].endswith(f" {cell}"), name
     assert shown.split() == ["json", "with", "eagle3", *" ".join(want.values()).split()]
 
 
-def test_what_off_has_none_of_stays_empty(rows):
+def test_columns_without_a_value_for_off_are_empty(rows):
     shown = next(line for line in table_of(rows) if line.startswith("json") and " off " in line)
     assert shown.split() == "json with off 9.0 1.00 0.00 1.00 200.0 100.00 100.0 2/2".split()

@@ -162,7 +162,7 @@ def test_leaving_help_and_unknown_commands(talk, screen, server):
     assert server.requests == []
 
 
-def test_an_interrupt_stops_the_answer_and_keeps_what_came(talk, screen, server, monkeypatch):
+def test_an_interrupt_stops_the_answer_and_keeps_its_text(talk, screen, server, monkeypatch):
     def interrupted(response):
         yield piece("Hel")
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`outrider deploy` where Ray fails: one line."""
+"""`outrider deploy` if Ray fails: one line."""
 
 import socket
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def test_errors_of_ray_are_one_line(error):
     assert "\n" not in alone.value.message
 
 
-def test_an_address_where_nobody_listens_is_found_before_ray_tries_for_minutes():
+def test_an_unreachable_ray_address_fails_at_once():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         called: list[dict] = []

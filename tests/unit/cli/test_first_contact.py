@@ -144,7 +144,7 @@ def test_vllms_spellings_of_server_options(line, option, value):
         "--no-enable-auto-tool-choice", "--api-server-count 1", "-dcp 1", "--nnodes 1 --node-rank 0", "--hf-token",
     ],
 )  # fmt: skip
-def test_values_that_ask_for_what_is_done_anyway_are_taken_in_silence(line):
+def test_values_equal_to_the_default_behaviour_are_accepted_silently(line):
     args, config = resolve("/m", *line.split())
     assert (args, config.without_effect) == (resolve("/m")[0], {})
 
@@ -160,14 +160,14 @@ def test_values_that_ask_for_what_is_done_anyway_are_taken_in_silence(line):
         "--enable-auto-tool-choice",
     ],
 )  # fmt: skip
-def test_options_without_an_effect_are_taken_and_said(line):
+def test_ineffective_options_are_accepted_and_reported(line):
     name = line.split()[0].removeprefix("--").replace("-", "_")
     args, config = resolve(*line.split(), "/m")  # a flag does not take the model for its value
     assert args == resolve("/m")[0]
     assert config.without_effect[name]
 
 
-def test_keys_of_a_speculative_config_without_an_effect_are_said():
+def test_ineffective_keys_of_a_speculative_config_are_reported():
     config = {"method": "ngram", "num_speculative_tokens": 3, "disable_by_batch_size": 8, "quantization": None}
     _, server = resolve("/m", "--speculative-config", json.dumps(config))
     assert list(server.without_effect) == ["speculative_config.disable_by_batch_size"]

@@ -1,4 +1,4 @@
-"""Options that bound what clients and faults may cost."""
+"""Options that bound the cost of clients and faults."""
 
 import pytest
 

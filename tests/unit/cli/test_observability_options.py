@@ -31,7 +31,7 @@ def config(arguments):
         ("--log-prompts", ("text", True)),
     ],
 )
-def test_who_gets_a_line_for_each_request(arguments, expected):
+def test_request_lines_by_log_format_and_level(arguments, expected):
     options = config(arguments)
     assert (options.log_format, options.log_requests) == expected
     assert options.log_prompts == ("--log-prompts" in arguments)
@@ -52,7 +52,7 @@ def test_the_rest():
         ("--log-format json", "log_format", "outrider[serve]"),
     ],
 )
-def test_what_cannot_be(arguments, param, words, monkeypatch):
+def test_impossible_combinations_are_refused(arguments, param, words, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidRequestError) as refused:
         config(arguments)

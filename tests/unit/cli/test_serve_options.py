@@ -8,9 +8,8 @@ import pytest
 from outrider.models.demo import demo_adapters, demo_eagle3_path
 from outrider.platform.cli import serve
 from outrider.platform.cli.main import build_parser, main
-from outrider.platform.cli.options.engine_options import GROUPS
 from outrider.platform.cli.options.field_flags import flag
-from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.config import ENGINE_OPTIONS, EngineArgs
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, NotFoundError
 
 
@@ -61,7 +60,7 @@ def as_arguments(option: str, value: object) -> list[str]:
 def test_every_engine_option_is_a_flag_with_a_text():
     options = {field.name for field in dataclasses.fields(EngineArgs)} - {"model", "served_model_name"}
     assert options == set(SAMPLES), "a new option of EngineArgs needs a sample here"
-    assert options == {name for group in GROUPS.values() for name in group}
+    assert options == {name for name, option in ENGINE_OPTIONS.items() if option.text} - {"model", "served_model_name"}
 
 
 @pytest.mark.slow
@@ -173,7 +172,7 @@ def test_admin_keys(monkeypatch):
     assert (config.api_keys, config.admin_api_keys) == (("c",), ("from-env",))
 
 
-def test_where_adapters_come_from(tmp_path, monkeypatch):
+def test_adapter_sources_are_options(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -199,7 +198,7 @@ def test_the_demos_adapters_may_be_loaded_over_http():
     assert resolve("/m")[1].lora_roots == ()
 
 
-def test_a_key_of_the_environment_that_nobody_can_send(monkeypatch, capsys):
+def test_an_unsendable_key_in_the_environment_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("OUTRIDER_API_KEY", "ключ")
     message = fails(capsys)
     assert "--api-key" in message
@@ -286,7 +285,7 @@ def test_wrong_values_name_the_option(capsys, arguments, option):
         ([], InvalidRequestError("odd"), "odd"),
     ],
 )
-def test_what_the_engine_refuses_is_one_line_with_its_option(capsys, monkeypatch, arguments, error, shown):
+def test_an_engines_refusal_is_one_line_with_the_option(capsys, monkeypatch, arguments, error, shown):
     from outrider.platform.http import server
 
     def refuse(args, config):

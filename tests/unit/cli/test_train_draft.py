@@ -317,13 +317,13 @@ def test_a_run_file_that_is_none(command, run_folder, capsys):
     ],
 )
 def test_options_without_a_meaning_are_refused(method, more, words, command, tmp_path, capsys):
-    """Also where they are what would be the default."""
+    """Also if they equal the default."""
     assert words in refused([*command(), "--method", method, *more], capsys)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_broken_target_is_told_in_a_line(file, command, target, tmp_path, capsys):
+def test_a_broken_target_is_a_one_line_error(file, command, target, tmp_path, capsys):
     shutil.copytree(target, tmp_path / "broken")
     (tmp_path / "broken" / file).write_bytes(b"[]")
     assert "--model" in refused([*command(), "--model", tmp_path / "broken"], capsys)
@@ -359,7 +359,7 @@ def texts_of(target, prompts, lora=None, **options):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
-def test_draft_weights_are_trained_on_what_the_adapter_says(kind, command, target, adapter, tmp_path, capsys):
+def test_draft_weights_are_trained_on_the_adapters_text(kind, command, target, adapter, tmp_path, capsys):
     from outrider import LoRARequest
 
     draft = target  # any model with its vocabulary

@@ -1,4 +1,4 @@
-"""What the tests of `AsyncLLM` share; imported by its name, as `fake_engine`."""
+"""Helpers of the tests of `AsyncLLM`; imported by its name, as `fake_engine`."""
 
 import asyncio
 import gc
@@ -59,6 +59,6 @@ async def first_output(llm: AsyncLLM, **options: Any) -> AsyncIterator[RequestOu
 
 
 async def aborted(llm: AsyncLLM, request_id: str) -> None:
-    """Wait until the engine has aborted it (the fake tells in its statistics, with the engine's own ids)."""
+    """Wait until the engine has aborted it (the fake counts it in its statistics, by the engine's own ids)."""
     while not any(i.startswith(f"{request_id}~") for i in (await llm.stats()).running_adapters):
         await asyncio.sleep(0.005)

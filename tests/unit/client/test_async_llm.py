@@ -147,7 +147,7 @@ def test_an_id_in_use_again_gets_nothing_of_the_old_request(model_path: str) -> 
         for _ in range(20):
             stream = await first_output(llm, request_id="r")
             await stream.aclose()  # type: ignore[attr-defined]
-            # What the engine still tells of the old one comes in while this one runs.
+            # Late output of the old one arrives while this one runs.
             [*_, last] = await collect(llm.generate([5, 6, 7], SamplingParams(max_tokens=6), request_id="r"))
             assert last.outputs[0].token_ids == [5, 6, 7, 5, 6, 7]
             assert last.request_id == "r"
@@ -197,7 +197,7 @@ def test_chat_takes_the_template_of_the_model_the_adapter_or_the_call(model_path
     run(make(model_path), scenario)
 
 
-def test_what_llm_has_too(model_path: str) -> None:
+def test_methods_shared_with_llm(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         assert (await llm.get_tokenizer()).vocab_size > 0
         assert await llm.get_default_sampling_params() == SamplingParams()

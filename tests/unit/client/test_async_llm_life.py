@@ -82,7 +82,7 @@ def test_death_fails_running_requests_and_restarts(
 
 
 @pytest.mark.slow
-def test_tokens_that_nobody_has_taken_yet_come_before_the_engines_death(model_path: str) -> None:
+def test_unread_tokens_come_before_the_engines_death(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         stream = await first_output(llm, delta=True)
         (state,) = llm.output_processor._requests.values()
@@ -219,7 +219,7 @@ def test_no_folder_at_a_restart(model_path: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_supervision_that_fails_itself_leaves_nobody_waiting(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_supervisor_ends_all_waits(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(self: EngineProcess) -> None:
         await stop(self)
         raise RuntimeError("bug in stop")

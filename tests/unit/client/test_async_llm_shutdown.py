@@ -1,4 +1,4 @@
-"""The end of an `AsyncLLM`: what runs and what waits then."""
+"""Shutdown of an `AsyncLLM` with running and waiting requests."""
 
 import asyncio
 import sys
@@ -38,7 +38,7 @@ def test_drain(model_path: str, runner: Callable[[Any], Any]) -> None:
     run(make(model_path, "slow"), scenario, runner)
 
 
-def test_shutdown_fails_what_runs(model_path: str) -> None:
+def test_shutdown_fails_running_requests(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         task = asyncio.create_task(collect(llm.generate(FOREVER, LONG)))
         await until(lambda: llm.num_running == 1)

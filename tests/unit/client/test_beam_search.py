@@ -1,4 +1,4 @@
-"""`BeamSearch` over random chains of tokens: it may end early, and finds what a search to the last token finds."""
+"""`BeamSearch` over random chains of tokens: it may end early, and finds the same as a search to the last token."""
 
 import math
 import random

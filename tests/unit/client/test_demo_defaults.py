@@ -1,4 +1,4 @@
-"""What the demo model is served with."""
+"""Default options of the demo model."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_another_model_is_left_alone():
     assert apply_demo_defaults(args) == (args, {})
 
 
-def test_what_the_user_set_stays():
+def test_explicit_options_are_kept():
     given = EngineArgs(speculative_config={"method": "ngram"}, max_loras=2, max_lora_rank=16)
     args, _ = apply_demo_defaults(given)
     assert (args.speculative_config, args.max_loras, args.max_lora_rank) == ({"method": "ngram"}, 2, 16)

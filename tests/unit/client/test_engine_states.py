@@ -50,7 +50,7 @@ async def adapters(llm: AsyncLLM) -> None:
 
 
 async def answers(llm: AsyncLLM, state: EngineState, *expected: type[OutriderError] | None) -> None:
-    """Check the state, and what a request and a call about adapters get in it."""
+    """Check the state, and the answers to a request and to a call about adapters."""
     assert llm.engine.state is state
     assert llm.state == state.label
     calls: tuple[Callable[[AsyncLLM], Awaitable[None]], ...] = (request, adapters)

@@ -86,7 +86,7 @@ def test_the_tenants_weight_goes_with_every_sequence(processor: InputProcessor) 
     assert processor.prepare("r", "a").sequences()[0].weight == 1.0
 
 
-def test_max_tokens_none_is_what_is_left(processor: InputProcessor) -> None:
+def test_max_tokens_none_is_the_rest_of_the_context(processor: InputProcessor) -> None:
     [request] = processor.prepare("r", [5] * 20, SamplingParams(max_tokens=None)).sequences()
     assert request.params.max_tokens == MAX_MODEL_LEN - 20
 
@@ -138,7 +138,7 @@ def test_the_first_sibling_reports_the_prompt(
     assert [r.params.prompt_logprobs for r in processor.prepare("r", "hello", params).sequences()] == wanted
 
 
-def test_siblings_share_what_they_do_not_change(processor: InputProcessor) -> None:
+def test_siblings_share_unchanged_fields(processor: InputProcessor) -> None:
     requests = processor.prepare("r", "hello", SamplingParams(n=3, stop_token_ids=[3], bad_words=["fox"])).sequences()
     assert len({id(r.params.stop_token_ids) for r in requests}) == 1
     assert len({id(r.params.bad_words_token_ids) for r in requests}) == 1
@@ -290,7 +290,7 @@ def test_unknown_chat_option(processor: InputProcessor) -> None:
         processor.chat_prompt(HELLO, {"chat_tmplate": "x"})  # type: ignore[typeddict-unknown-key]
 
 
-def test_of_much_too_long_a_text_only_the_beginning_is_tokenized(
+def test_only_a_prefix_of_a_far_too_long_text_is_tokenized(
     processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []

@@ -77,7 +77,7 @@ def test_requests_come_at_any_time_and_ids_may_be_used_again(engine: LLMEngine) 
     assert run(engine)["a"][0].outputs[0].token_ids == [8] * 5
 
 
-def test_an_aborted_request_says_no_more(engine: LLMEngine) -> None:
+def test_an_aborted_request_has_no_more_output(engine: LLMEngine) -> None:
     for name in "abc":
         engine.add_request(name, [fake_engine.NEVER_END if name == "a" else 6], params())
     engine.step()
@@ -86,7 +86,7 @@ def test_an_aborted_request_says_no_more(engine: LLMEngine) -> None:
     assert run(engine).keys() == {"b"}
 
 
-def test_a_request_that_fails_is_told_of_after_the_others(engine: LLMEngine) -> None:
+def test_a_failed_request_is_reported_after_the_others(engine: LLMEngine) -> None:
     engine.add_request("good", [6], params())
     engine.add_request("bad", [fake_engine.FAIL_REQUEST], params(n=2))
     assert [output.request_id for output in engine.step()] == ["good"]

@@ -187,7 +187,7 @@ def test_fail_all_gives_each_its_own_error(processor: OutputProcessor, tokenizer
     assert processor.process([TokenDelta("b#1", [70])]).touched == []
 
 
-def test_what_was_generated_comes_before_the_error(processor: OutputProcessor, tokenizer: Any) -> None:
+def test_generated_text_comes_before_the_error(processor: OutputProcessor, tokenizer: Any) -> None:
     state = add(processor, tokenizer)
     processor.process([TokenDelta("r", [70, 71])])
     processor.fail_all(EngineDeadError("gone"))
@@ -255,7 +255,7 @@ def test_drafted_tokens_are_marked(processor: OutputProcessor, tokenizer: Any) -
 
 
 def test_marks_stay_with_their_tokens_when_text_is_held_back(processor: OutputProcessor, tokenizer: Any) -> None:
-    """Half a character and the beginning of a stop string have no text yet: their tokens come all the same."""
+    """Half a character and a prefix of a stop string have no text yet: their tokens come all the same."""
     emoji = ids(tokenizer, "🙂")
     assert len(emoji) > 2
     state = add(processor, tokenizer, stop=["xyz"])

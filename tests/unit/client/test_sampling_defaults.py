@@ -43,7 +43,7 @@ def started(model: Path, **options: Any) -> LLM:
 
 
 def params_of(llm: LLM, *arguments: Any, prompt: Any = (10,), **options: Any) -> SamplingParams:
-    """What the engine gets for one prompt."""
+    """Parameters that the engine gets for one prompt."""
     llm.generate(list(prompt), *arguments, use_tqdm=False, **options)
     engine = llm.llm_engine.engine_core
     assert isinstance(engine, fake_engine.FakeEngine)
@@ -90,7 +90,7 @@ def test_an_adapters_own_come_before_the_models(model: Path, tmp_path: Path) -> 
         assert params_of(llm, lora_request=plain).temperature == 0.7
         write(tmp_path / "a", temperature=0.2)
         llm.load_lora_adapter(adapter)
-        assert params_of(llm, lora_request="a").temperature == 0.2, "loaded anew, its file is read anew"
+        assert params_of(llm, lora_request="a").temperature == 0.2, "after a reload its file is read again"
 
 
 def test_asynchronous_requests_take_them_too(model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Consumers of many short steps are woken for several tokens at once; nobody waits for long, and nothing is lost."""
+"""Consumers of many short steps are woken for several tokens at once; none waits for long, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL = MANY * WAKE_UP_SECONDS / MAX_CORE_SHARE
 
 
 class Clock:
-    """A loop's clock and timers that move when told."""
+    """A loop's clock and timers that move on command."""
 
     def __init__(self, monkeypatch):
         self.now, self.timers = 100.0, []
@@ -52,7 +52,7 @@ def step(pacer, names, finished=()):
 
 
 def woken(consumers, taking=True):
-    """Names of those that have been woken since the last call; they take what there is."""
+    """Names of the consumers woken since the last call; they take all tokens."""
     names = {name for name, consumer in consumers.items() if consumer.is_woken}
     for name in names if taking else ():
         consumers[name].taken()
@@ -78,10 +78,10 @@ def test_others_hear_of_several_tokens_at_once(clock):
         clock.pass_time(INTERVAL * 2 / 3)
         assert not woken(events), "the next step comes before anybody has waited too long"
     assert heard == [True, False] * 4 + [True]
-    assert len(clock.timers) == 0, "nobody is held"
+    assert len(clock.timers) == 0, "no consumer is held"
 
 
-def test_nobody_waits_for_a_step_that_takes_long(clock):
+def test_no_consumer_waits_for_a_long_step(clock):
     pacer, events = open_all()
     step(pacer, events)
     woken(events)
@@ -94,7 +94,7 @@ def test_nobody_waits_for_a_step_that_takes_long(clock):
     assert clock.timers == []
 
 
-def test_a_slow_consumer_is_not_woken_for_what_it_has_taken(clock):
+def test_a_slow_consumer_is_not_woken_for_tokens_it_has(clock):
     """It takes late, and with the step that woke it the next one, for which the timer was to wake it."""
     pacer, events = open_all()
     step(pacer, events)
@@ -106,7 +106,7 @@ def test_a_slow_consumer_is_not_woken_for_what_it_has_taken(clock):
     assert not woken(events)
 
 
-def test_what_counts_is_how_many_a_step_wakes(clock):
+def test_pacing_depends_on_consumers_woken_by_a_step(clock):
     """Not those that wait for their turn; and no stream waits long however many there are."""
     pacer, events = open_all(500)
     running = [f"r{i}" for i in range(8)]
@@ -122,7 +122,7 @@ def test_what_counts_is_how_many_a_step_wakes(clock):
 
 
 @pytest.mark.parametrize(("count", "shares_cores"), [(6, True), (1, True), (500, False)])
-def test_few_consumers_or_an_engine_elsewhere_hold_nobody(clock, count, shares_cores):
+def test_few_consumers_or_a_remote_engine_need_no_pacing(clock, count, shares_cores):
     pacer, events = open_all(count, shares_cores)
     for _ in range(3):
         step(pacer, events)
@@ -130,7 +130,7 @@ def test_few_consumers_or_an_engine_elsewhere_hold_nobody(clock, count, shares_c
         clock.pass_time(1e-5)
 
 
-def test_one_that_has_gone_is_not_woken(clock):
+def test_a_finished_consumer_is_not_woken(clock):
     pacer, events = open_all()
     step(pacer, events)
     woken(events)

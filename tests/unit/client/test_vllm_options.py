@@ -50,7 +50,7 @@ HARMLESS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_keywords_that_ask_for_what_is_done_anyway(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_keywords_equal_to_the_default_behaviour(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
     with LLM(model_path, **HARMLESS) as made, LLM(model_path) as plain:
         assert args_of(made) == args_of(plain)
     assert "no effect" not in caplog.text
@@ -146,7 +146,7 @@ def hub(model_path: str, tmp_path: Path) -> Path:
 
 
 def rendered(model: str, **options: Any) -> str:
-    """What the chat template of the tokenizer makes of a word; the engine takes the folder `model_path`."""
+    """The tokenizer's chat template applied to a word; the engine takes the folder `model_path`."""
     with LLM(model, **options) as llm:
         return str(llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "x"}], tokenize=False))
 
@@ -297,7 +297,7 @@ def test_keywords_of_generate_and_chat(model_path: str) -> None:
             llm.chat(conversation, params, add_generation_promt=True)  # type: ignore[call-arg]
 
 
-def test_methods_that_are_not_there_say_what_is(model_path: str) -> None:
+def test_missing_methods_give_the_reason(model_path: str) -> None:
     with LLM(model_path) as llm:
         with pytest.raises(AttributeError, match=r"LLM.collective_rpc is not there: code of the user's own"):
             llm.collective_rpc("f")  # type: ignore[attr-defined]

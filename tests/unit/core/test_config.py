@@ -43,7 +43,7 @@ def test_blocks_follow_the_memory():
 
 
 @pytest.mark.parametrize(("eager", "gib"), [(True, 60 - 20 - 1), (False, 60 - 20 - 1.5)])
-def test_a_gpus_cache_leaves_others_their_share_and_room_for_activations_and_graphs(eager, gib):
+def test_a_gpus_cache_leaves_room_for_other_processes_activations_and_graphs(eager, gib):
     config = resolve(EngineArgs(gpu_memory_utilization=0.75, max_num_seqs=100_000, enforce_eager=eager), FACTS, GPU)
     assert config.cache.num_blocks * 16 * 1024 == gib * (1 << 30)
 

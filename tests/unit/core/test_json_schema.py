@@ -143,7 +143,7 @@ def test_steps_are_read_as_they_are_written(step):
         ({"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "oneOf is served if"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(schema, named):
+def test_unsupported_keywords_are_refused_by_name(schema, named):
     with pytest.raises(InvalidRequestError, match=rf"(?s)^structured_outputs: .*{named}") as caught:
         CHECKER.check(StructuredOutputsParams(json=schema))
     assert not re.search("coerce|lenient|limits", caught.value.message)
@@ -373,6 +373,6 @@ def test_the_largest_schemas_are_rewritten_in_time_and_stay_of_their_size(name):
     assert len(json.dumps(schema)) < 8 * MAX_CONSTRAINT_CHARS
 
 
-def test_one_that_is_nested_too_deeply_is_refused():
+def test_a_schema_nested_too_deeply_is_refused():
     with pytest.raises(InvalidRequestError, match="recursion"):
         CHECKER.check(StructuredOutputsParams(json='{"items":' * 6000 + "{}" + "}" * 6000))

@@ -107,7 +107,7 @@ TYPES: dict[str, tuple[Any, list[str]]] = {
     "recursive union": (Expression, []),
     "recursive": (Node, []),
 }
-"""Types, and the keywords that are left out; a type's own name where its schema says less than pydantic checks."""
+"""Types, and the keywords that are left out; a type's own name if its schema is weaker than pydantic's check."""
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -111,7 +111,7 @@ def test_the_limits_themselves_are_allowed():
         ("prompt_logprobs", 6, "prompt_logprobs"),
     ],
 )
-def test_what_a_model_lacks_is_refused(field, value, named):
+def test_params_beyond_the_model_are_refused(field, value, named):
     """A model of 10 tokens, an engine with max_logprobs 5."""
     with pytest.raises(InvalidRequestError) as caught:
         check_params(SamplingParams(**{field: value}), 10, 5)

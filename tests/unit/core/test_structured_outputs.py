@@ -122,7 +122,7 @@ def test_a_checking_process_that_was_killed_is_started_again():
     checker._process.wait()
     checker.check(StructuredOutputsParams(regex="b"))
     os.kill(checker._process.pid, signal.SIGSTOP)
-    killer = threading.Timer(0.1, checker._process.kill)
+    killer = threading.Timer(0.1, checker.interrupt)
     killer.start()
     checker.check(StructuredOutputsParams(regex="c"))
     killer.join()
@@ -173,9 +173,7 @@ def test_a_forked_process_checks_by_itself():
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=100).returncode == 0
 
 
-def test_a_checking_process_finds_what_this_one_imports_and_its_own_trouble_is_not_the_constraints(
-    tmp_path, monkeypatch
-):
+def test_the_checker_has_the_parents_import_path_and_its_failures_are_503(tmp_path, monkeypatch):
     (tmp_path / "llguidance.py").write_text("raise SystemExit(7)")
     checker = ConstraintChecker()
     with monkeypatch.context() as changed:

@@ -34,7 +34,7 @@ def test_a_large_model_takes_the_core_that_was_left(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert threads_for(LARGE_WEIGHTS, 1) == 1  # nothing was left
-    assert threads_for(LARGE_WEIGHTS, 64) == 2  # torch's default, where it knows of no limit
+    assert threads_for(LARGE_WEIGHTS, 64) == 2  # torch's default, if it knows of no limit
     leave_a_core_free()
     assert threads_for(LARGE_WEIGHTS, 1) == 2
     assert threads_for(LARGE_WEIGHTS - 1, 1) == 1

@@ -58,7 +58,7 @@ def test_an_end_within_a_message(pair, sent):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_nobody_answers_in_time(pair):
+def test_a_missing_answer_times_out(pair):
     pair[0].settimeout(0.01)
     with pytest.raises(TimeoutError):
         receive(pair[0])

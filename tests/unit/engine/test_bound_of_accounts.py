@@ -70,7 +70,7 @@ setups = st.builds(
 
 @dataclass
 class Run:
-    """A scheduler that is stepped, and what every tenant has been served, at each moment: [(services, queued), ...]."""
+    """A scheduler that is stepped, and the service of every tenant at each moment: [(services, queued), ...]."""
 
     setup: Setup
     scheduler: Scheduler = field(init=False)

@@ -96,7 +96,7 @@ def test_a_text_without_a_choice_has_the_tokenizers_own_tokens(grammars, tokeniz
     assert forced == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_forced_tokens_end_where_there_is_a_choice(grammars, tokenizer):
+def test_forced_tokens_end_at_a_choice(grammars, tokenizer):
     state = state_of(grammars, regex="only this (one|two)!")
     assert tokenizer.decode(state.forced([], MAX_FORCED, NEVER)) == "only this", (
         "the space may be part of the next token"
@@ -140,7 +140,7 @@ def test_sequences_share_a_lexer_that_becomes_full(grammars, attribute):
     assert states[0].grammar.num_renewals > 0
 
 
-def test_a_grammar_that_becomes_too_complex_says_so(grammars):
+def test_a_grammar_that_becomes_too_complex_is_an_error(grammars):
     state = state_of(grammars, grammar='start: a{0,400}\na: b{0,10}\nb: "x"{0,10}')
     tokens = []
     while not state.problem and len(tokens) < 400:
@@ -260,7 +260,7 @@ ITEM = b'{"name": "f", "parameters": {"a": "x},y\\"}},"}}'
 @pytest.mark.parametrize("pieces", [1, 3, 7])
 @pytest.mark.parametrize("end", [b"}},", b"},", b","])
 def test_an_item_begins_in_any_token(pieces, end):
-    """A string may hold what looks like an item's end, and a token may end a string and an item and begin the next."""
+    """A string may hold a text like an item's end, and a token may end a string and an item and begin the next."""
     whole = b'I think [1, "a"]. [' + ITEM
     before = whole[: len(whole) - len(end) + 1] if end != b"," else whole
     progress = ListProgress()

@@ -32,7 +32,7 @@ def made(**options: object) -> PassGraphs:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Where graphs would be captured, without a device."""
+    """Settings under which graphs are captured, without a device."""
     devices: list[torch.device] = []
     monkeypatch.setattr(graphs, "CudaGraphs", lambda device: devices.append(device) or device)
     return devices

@@ -89,7 +89,7 @@ def test_no_request_finds_blocks_of_another_tenant_or_adapter(namespace):
     assert cache.found(range(17), b"tenant a") == (16, 0)
 
 
-def test_the_host_keeps_what_was_used_last_within_its_bound():
+def test_the_host_tier_is_lru_within_its_bound():
     cache = Cache(num_slots=4)
     for start in (0, 100, 200, 300):
         cache.compute(range(start, start + 8))

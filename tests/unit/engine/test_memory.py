@@ -38,7 +38,7 @@ SMALL = 128 << 10
 
 
 class Meter:
-    """The memory of a GPU, of which tensors take what they hold."""
+    """The memory of a GPU, in which tensors take their bytes."""
 
     def __init__(self) -> None:
         self._before: set[int] = set()
@@ -56,7 +56,7 @@ class Meter:
         return sum(self._alive().values())
 
     def hardware(self, device: str) -> Hardware:
-        """What is free now."""
+        """Bytes that are free now."""
         return Hardware(device="cpu", free_memory_bytes=TOTAL - self.used, total_memory_bytes=TOTAL)
 
 
@@ -82,7 +82,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("method", [None, "draft_model", "eagle3", "medusa"])
-def test_the_cache_gets_what_all_buffers_leave(
+def test_the_cache_gets_the_memory_that_buffers_leave(
     files: dict[str, str], method: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     meter, on_gpu = Meter(), kv_size.cache_memory

@@ -57,7 +57,7 @@ def step(request: Request, drafts: list[int], got: list[int], num_accepted: int)
     return delta
 
 
-def test_a_delta_says_which_of_its_tokens_were_drafts():
+def test_a_delta_marks_accepted_draft_tokens():
     request = Request("r", [1, 2], 2, SamplingParams(stop_token_ids=[7]), seed_key=0)
     for drafts, got, accepted in (([], [3], 0), ([4, 5], [4, 9], 1), ([4, 5], [4, 5, 9], 2)):
         delta = step(request, drafts, got, accepted)
@@ -93,7 +93,7 @@ def test_drafters_see_no_text_after_its_end_and_make_no_drafts_there(params, kep
     assert request.drafts == NO_DRAFTS
 
 
-def test_the_drafter_has_what_it_computed_of_drafts_that_were_right():
+def test_the_drafter_keeps_its_kv_of_accepted_drafts():
     request = Request("r", [1, 2, 3], 2, SamplingParams(), seed_key=0)
     for computed, accepted, left in ((6, 1, 4), (6, 3, 6), (2, 3, 2)):
         request.tokens, request.num_draft_computed = [1, 2, 3], computed

@@ -270,7 +270,7 @@ def test_a_prompt_chunk_samples_nothing_to_wait_for():
     assert scheduler.can_plan_next(plan_of(scheduler, request("a", range(30), 5, READERS[0])))
 
 
-def test_drafts_wait_for_what_is_accepted():
+def test_drafts_wait_for_verification():
     scheduler = make(limits=DraftLimits(2))
     assert not scheduler.can_plan_next(plan_of(scheduler, request("a", [1], 5)))
 

@@ -53,7 +53,7 @@ def test_every_sequence_gets_its_own_text(jobs, engine, drafter, limits, aborts,
 
 @pytest.mark.parametrize("counts", [[0], [3], [1, 2, 3]])
 def test_steps_overlap_whatever_number_of_drafts_is_chosen(counts):
-    """All but those of the prompt, where drafts are wanted: with none, as in an engine without a drafter."""
+    """All but those of the prompt, if drafts are wanted: with none, as in an engine without a drafter."""
     chooser = Chooser(1, 0.0, counts)
     scheduler = make(80, LATE, chooser=chooser, max_num_batched_tokens=32)
     device = Drafting(2)

@@ -302,7 +302,7 @@ def test_a_row_planned_during_a_step_counts_all_drafts_as_right():
     assert (row.start, row.end) == (11, 14)
 
 
-def test_of_a_late_row_drafts_are_made_only_if_the_drafter_has_kept_up():
+def test_a_late_row_gets_drafts_only_if_the_drafter_has_kept_up():
     """It was not called in the step in flight: the host drafts, once it knows the drafter's lag."""
     item = running()
     follow(item, 3, 0)
@@ -335,7 +335,7 @@ def test_drafts_wait_for_the_host(why):
     assert followed(largest(running()))
 
 
-def test_drafts_wait_where_they_may_not_be_as_many_as_planned():
+def test_drafts_wait_if_fewer_than_planned_are_possible():
     item = running()
     for limits, late in (
         (LATE, True),

@@ -94,7 +94,7 @@ def test_a_reset_drops_unused_blocks():
     pool.check_integrity()
 
 
-def test_draft_layers_of_a_prefix_count_only_where_they_were_computed():
+def test_draft_layers_of_a_prefix_count_only_if_computed():
     _, cache = make()
     computed(cache, range(13), drafted=5)
     match = cache.match(request(range(13)))

@@ -84,7 +84,7 @@ def test_a_new_account_is_lifted_to_the_smallest_queued_counter():
     assert counter(queue, "c") == 30
 
 
-def test_a_new_account_in_an_empty_queue_is_lifted_to_the_present_counter_of_the_last_to_leave():
+def test_a_new_account_in_an_empty_queue_starts_at_the_last_counter():
     queue = turns()
     start(queue, "b", length=70)
     [last] = start(queue, "a", length=5)
@@ -276,7 +276,7 @@ def test_a_quiet_tenant_gets_its_first_token_at_once_though_all_seats_are_taken(
     assert one.num_preemptions == 1
 
 
-def test_prompts_spare_those_that_decode_but_not_a_flood():
+def test_prompts_are_throttled_for_decodes_but_not_in_a_flood():
     one = scheduler(
         num_blocks=400, max_num_seqs=8, max_num_batched_tokens=200, max_model_len=256, prompt_pacing=True
     )  # fmt: skip
@@ -319,7 +319,7 @@ def test_a_quiet_tenant_gets_blocks_though_all_are_taken():
     assert planned(step(one))["b"] >= 1
 
 
-def test_prompts_are_charged_once_and_only_what_the_cache_does_not_have():
+def test_prompts_are_charged_once_without_cached_tokens():
     one = scheduler(num_blocks=40)
     one.add(request("a1", 9, max_tokens=1))
     step(one)
@@ -355,7 +355,7 @@ def test_a_waiting_prompt_comes_before_the_running_prompt_of_one_served_more():
     assert planned(step(one)) == {"b1": 10, "a1": 6}
 
 
-def test_a_long_prompt_does_not_stop_those_that_decode():
+def test_a_long_prompt_does_not_stop_decodes():
     one = scheduler(max_num_batched_tokens=8)
     one.add(request("a1", 2))
     step(one)

@@ -237,7 +237,7 @@ def test_priority_admits_the_urgent_first_and_preempts_the_other():
     assert outputs["later"][-1] == expected(range(4), 30)[-1]
 
 
-def test_one_that_waits_for_a_seat_lets_others_pass():
+def test_a_request_waiting_for_a_seat_does_not_block_others():
     scheduler = make(gates=[TwoSeats()])
     for name, tenant in (("1", "a"), ("2", "b"), ("3", "c"), ("4", "a")):
         scheduler.add(request(name, [1, 2], tenant=tenant))
@@ -246,7 +246,7 @@ def test_one_that_waits_for_a_seat_lets_others_pass():
     assert scheduler.waiting_by_reason() == {"seats": 1}
 
 
-def test_one_that_waits_for_room_is_not_overtaken():
+def test_a_request_waiting_for_room_is_not_overtaken():
     scheduler, device = make(6), Device(6)
     scheduler.add(request("a", range(12), 8))
     plan = scheduler.schedule()
@@ -285,7 +285,7 @@ def test_drafts_never_reach_past_max_tokens_or_the_context():
 
 
 @pytest.mark.parametrize("num_drafts", [3, 7])
-def test_drafts_take_only_what_the_sequences_own_tokens_leave(num_drafts):
+def test_drafts_get_the_budget_left_by_sequences_own_tokens(num_drafts):
     """Wrong drafts, and a budget below rows * (1 + k): no sequence is slower than without drafts, and a new one
     starts."""
     limits = DraftLimits(num_drafts, extra_slots=True)
@@ -305,7 +305,7 @@ def test_drafts_take_only_what_the_sequences_own_tokens_leave(num_drafts):
     finish(scheduler, device)
 
 
-def test_drafts_share_what_is_left_evenly():
+def test_drafts_share_the_rest_evenly():
     limits = DraftLimits(7)
     scheduler = make(400, limits, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=256)
     device = Device(400, limits)

@@ -66,7 +66,7 @@ class Cache:
         self.slots.check_integrity()
 
 
-def test_a_row_reads_what_the_row_before_has_written():
+def test_a_row_reads_the_state_written_by_the_row_before():
     cache, request = Cache(), sequence("a", 9, None)
     cache.start(request)
     written: dict[int, int] = {}

@@ -91,7 +91,7 @@ def test_short_sequences_are_measured_in_several_requests():
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
-def test_it_ends_when_its_time_is_over(scheduler, num_steps):
+def test_warm_up_ends_when_its_time_is_over(scheduler, num_steps):
     drafter = Drafter()
     runner = Runner(drafter)
     warm_up(scheduler, runner, drafter, seconds=num_steps, clock=lambda: len(runner.steps))
@@ -125,7 +125,7 @@ def test_rehearsed_requests_are_preempted_and_not_measured():
     assert pool.num_free == NUM_BLOCKS
 
 
-def test_no_rehearsal_where_its_requests_have_no_room():
+def test_no_rehearsal_without_room_for_its_requests():
     pool = BlockPool(NUM_BLOCKS)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=warming.PROMPT + 2, policy="fcfs")
     runner = Runner(Drafter())

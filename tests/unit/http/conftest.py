@@ -63,7 +63,7 @@ class CharTokenizer:
 
 
 class FakeAdapters:
-    """`AsyncLLM.adapters`, with what the engine has in `in_engine` of `llm`."""
+    """`AsyncLLM.adapters`, with the engine's adapters in `in_engine` of `llm`."""
 
     def __init__(self, llm: "FakeAsyncLLM") -> None:
         self.requests: dict[str, LoRARequest] = {}

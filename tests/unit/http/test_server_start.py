@@ -1,4 +1,4 @@
-"""What happens around the application: the address, the summary."""
+"""Start of a server around the application: the address, the summary."""
 
 import asyncio
 import dataclasses
@@ -60,13 +60,13 @@ def test_summary(llm):
     assert text.splitlines()[-1] == "Outrider is ready on http://127.0.0.1:8123 (started in 4.2 s)"
 
 
-def test_summary_says_which_products_use_tiles(llm):
+def test_summary_lists_products_that_use_tiles(llm):
     assert "AMX tiles" not in summary(llm.info)
     info = dataclasses.replace(llm.info, tiles="not used: products of bfloat16 are wrong")
     assert "AMX tiles    not used: products of bfloat16 are wrong" in summary(info)
 
 
-def test_summary_says_the_sampling_defaults(llm):
+def test_summary_has_the_sampling_defaults(llm):
     out = io.StringIO()
     startup = Startup(llm.info, [], ServerConfig(), 8123, 4.2, sampling_defaults={"temperature": 0.7, "top_k": 20})
     print_summary(startup, Console(file=out, width=120, soft_wrap=True))

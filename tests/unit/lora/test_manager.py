@@ -19,7 +19,7 @@ from .conftest import admitted, level, make_request, settle, tensors
 # --- registration ---
 
 
-def test_load_reads_now_and_says_what_it_found(make_manager, folder):
+def test_load_reads_at_once_and_returns_the_adapter(make_manager, folder):
     manager = make_manager()
     path = folder("a", rank=3)
     info = manager.catalog.load(LoRARequest("a", path=path))
@@ -46,6 +46,7 @@ def test_a_broken_replacement_leaves_the_old_one(make_manager, folder):
     with pytest.raises(AdapterError, match="rank 9"):
         manager.catalog.load(LoRARequest("a", path=folder("big", rank=9)), load_inplace=True)
     assert manager.catalog.list() == [first]
+    assert len(manager.catalog.stats().load_seconds) == 2, "of the failed load, too"
 
 
 def test_unload_of_an_unknown_name(make_manager):
@@ -64,7 +65,7 @@ def test_unload_lets_running_requests_finish(make_manager, folder):
     assert len(manager._residency.pool) == len(manager._residency.host) == 0
 
 
-def test_load_durations_are_bounded_when_nobody_asks(make_manager, folder):
+def test_load_durations_are_bounded_between_two_reads_of_the_statistics(make_manager, folder):
     manager, path = make_manager(), folder("a")
     manager.catalog._load_seconds.extend([1.0] * (2 * catalog_module.MAX_LOAD_SECONDS))
     manager.catalog.load(LoRARequest("a", path=path))
@@ -201,7 +202,7 @@ def test_files_come_back(make_manager, folder):
     manager.forget(again)
 
 
-def test_what_another_server_registered(make_manager, folder):
+def test_an_adapter_registered_by_another_server(make_manager, folder):
     path = folder("a")
     digest = files_digest(path)
     manager = make_manager()
@@ -214,7 +215,7 @@ def test_what_another_server_registered(make_manager, folder):
     manager.forget(admitted(manager, "b", folder("b"), "loaded"))
 
 
-def test_a_request_that_waits_does_not_get_other_content(make_manager, folder):
+def test_a_waiting_request_never_gets_other_content(make_manager, folder):
     manager = make_manager(max_loras=1, max_cpu_loras=1)
     manager.forget(admitted(manager, "a", folder("a")))
     late = make_request("a", folder("a"), "late")

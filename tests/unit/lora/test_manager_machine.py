@@ -199,7 +199,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(at_once=st.booleans())
     def small_or_large(self, at_once):
-        """Whether what is written from now on is written at once."""
+        """True if later writes are done at once."""
         self.loader.at_once = at_once
 
     @rule(failing=st.booleans())

@@ -116,6 +116,6 @@ def test_kimi_linear_without_groups_of_experts() -> None:
         ("KimiLinearForCausalLM", "linear_attn_config", []),
     ],
 )
-def test_what_is_not_served_is_named(architecture: str, field: str, value: object) -> None:
+def test_unsupported_fields_are_named(architecture: str, field: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=field):
         config_of(architecture, **{field: value})

@@ -146,7 +146,7 @@ def test_quantised_matrices(kind: Type, save_tiny: Callable, tmp_path: Path, log
 
 
 @pytest.mark.parametrize("family", ["Llama", "StableLm", "Starcoder2"])
-def test_a_file_is_what_transformers_reads(family: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
+def test_a_file_reads_as_in_transformers(family: str, save_tiny: Callable, tmp_path: Path, logits) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
     folder, _ = save_tiny(family, **SIZES)
@@ -234,7 +234,7 @@ def test_tokenizer_template_and_ends(demo: Path) -> None:
     assert agreement(demo, demo_model_path()) == 1.0
 
 
-def test_a_tokenizer_beside_the_file_is_another_models(demo: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_next_to_a_gguf_file_is_not_used(demo: Path, tmp_path: Path) -> None:
     shutil.copy(demo, tmp_path / "demo.gguf")
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -364,7 +364,7 @@ def test_parts_of_a_model(save_tiny: Callable, tmp_path: Path, logits) -> None:
 
 
 def test_a_shape_with_a_zero_takes_no_memory(tmp_path: Path) -> None:
-    """However many rows it states beside it."""
+    """Whatever number of rows the file states."""
     file = tmp_path / "m.gguf"
     write_gguf(demo_model_path(), file)
     content = bytearray(file.read_bytes())

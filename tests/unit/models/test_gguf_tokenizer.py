@@ -64,7 +64,7 @@ def test_llama_3_keeps_known_words_whole_and_begins_with_a_token(pre: str, tmp_p
     assert tokenizer.decode(tokenizer.encode(TEXT), skip_special_tokens=True) == TEXT
 
 
-def test_a_file_says_that_nothing_begins_a_text(tmp_path: Path) -> None:
+def test_a_file_without_a_bos_token(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", "llama-bpe", add_bos_token=False))
     assert tokenizer.encode(TEXT)[0] == TOKENS.index("hello")
 

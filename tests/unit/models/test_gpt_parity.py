@@ -1,4 +1,4 @@
-"""Families of the GPT shape: forms beside those of `tiny_families`, checkpoints of old forms, batch invariance."""
+"""Families of the GPT shape: forms that `tiny_families` lacks, checkpoints of old forms, batch invariance."""
 
 import contextlib
 import json
@@ -101,7 +101,7 @@ def test_checkpoints_of_the_inner_model(family: str, prefix: str, save_tiny: Cal
         ("GPT2LMHeadModel", "n_embd", "x"),
     ],
 )
-def test_what_is_not_served_is_refused_by_its_own_name(architecture: str, field: str, value: object) -> None:
+def test_unsupported_fields_are_refused_by_name(architecture: str, field: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=f"config.json: {field} ") as caught:
         config_from_hf({"architectures": [architecture], field: value}, torch.float32)
     assert caught.value.param == field

@@ -70,7 +70,7 @@ def test_rotary_buffers_are_ignored(changed: Callable, driver: Callable, tiny: P
 def test_a_tied_model_with_a_head_of_its_own_uses_it(
     family: str, impl: str, save_tiny: Callable, driver: Callable, tmp_path: Path
 ) -> None:
-    """As in transformers, where the stored head is no copy of the embeddings; a copy changes nothing."""
+    """As in transformers, if the stored head is no copy of the embeddings; a copy changes nothing."""
     sizes = {} if family == "Llama" else {"num_key_value_heads": 4}
     tied, reference = save_tiny(family, tie_word_embeddings=True, **sizes)
     tensors = load_file(tied / "model.safetensors")
@@ -185,7 +185,7 @@ def test_num_parameters_and_kv_layers(save_tiny: Callable) -> None:
         assert model.kv_layers == [KVLayerSpec(2, 12)] * 2
 
 
-def test_an_adapter_site_adds_to_the_output_beside_the_residual(tiny: Path) -> None:
+def test_an_adapter_site_adds_before_the_residual(tiny: Path) -> None:
     linear = load_model(tiny).linears()[1]
 
     class Site:

@@ -43,7 +43,7 @@ def test_frequencies_and_scale_are_those_of_transformers(scaling: dict[str, Any]
         assert rope.attention_factor == pytest.approx(scale)
 
 
-def test_the_original_context_may_stand_beside_the_scaling() -> None:
+def test_the_original_context_may_be_outside_the_scaling() -> None:
     """As in configs of Phi 3's form; the context length is the scaled one."""
     config = read(rope_theta=1e4, rope_scaling={**FACTORS, "type": "longrope"}, **ORIGINAL)
     assert config.rope == read(rope_parameters={**FACTORS, **ORIGINAL}).rope

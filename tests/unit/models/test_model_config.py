@@ -1,4 +1,4 @@
-"""config.json is read with each family's rules; what is not supported is refused by name."""
+"""config.json is read with each family's rules; unsupported fields are refused by name."""
 
 from typing import Any
 
@@ -93,7 +93,7 @@ FIELDS = [
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_junk_in_any_field_is_read_or_refused(field: str) -> None:
-    """And what is read makes a rotary embedding and a norm that can be computed."""
+    """And an accepted config makes a rotary embedding and a norm that can be computed."""
     window = {"use_sliding_window": True, "sliding_window": 5}
     for value in JUNK:
         try:
@@ -148,7 +148,7 @@ def test_absent_and_null_fields_take_the_familys_defaults() -> None:
     assert read("Llama", rope_theta=1.0, rope_parameters={"rope_theta": 7.0}).rope.theta == 7.0
 
 
-def test_both_names_of_a_rotation_may_stand_in_a_file_that_two_versions_of_transformers_read() -> None:
+def test_both_names_of_a_rotation_may_be_in_one_file() -> None:
     scaling = {"factor": 4.0, "original_max_position_embeddings": 4096}
     config = read(
         "Qwen2",
@@ -159,11 +159,11 @@ def test_both_names_of_a_rotation_may_stand_in_a_file_that_two_versions_of_trans
     assert (config.rope.rope_type, config.rope.original_max_position_embeddings) == ("yarn", 4096)
 
 
-def test_a_rotation_of_layers_with_a_window_that_the_file_leaves_out_has_a_base_of_its_own() -> None:
+def test_the_default_rotation_of_window_layers_has_its_own_base() -> None:
     for sliding in ({}, {"sliding_attention": None}, {"sliding_attention": {"rope_type": "default"}}):
         yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2.0, "original_max_position_embeddings": 64}
         parameters = {"full_attention": yarn, **sliding}
-        # The number beside them counts for families with one rotation alone.
+        # The number next to them counts for families with one rotation alone.
         more = {"sliding_window_pattern": 2, "original_max_position_embeddings": 32}
         config = read("Gemma3", rope_parameters=parameters, **more)
         assert [rope.theta for rope in config.layer_ropes] == [1e4, 5e5, 1e4, 5e5]

@@ -137,7 +137,7 @@ def test_recurrent_layers_that_cannot_be_divided_are_named(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*GPT, "olmo2", "olmoe"])
 def test_layers_of_other_forms_are_divided(family: str, save_tiny: Callable) -> None:
-    """Layers of the GPT form, and norms over all heads; two of four ranks have the same KV head where there are two."""
+    """Layers of the GPT form, and norms over all heads; two of four ranks have the same KV head if there are two."""
     folder, _ = save_tiny(FAMILIES[family].prefix, **FAMILIES[family].config)
     check(folder, 2)
     check(folder, 4)

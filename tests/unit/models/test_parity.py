@@ -68,9 +68,9 @@ def schedules(prompts: dict[int, list[int]]) -> dict[str, Chunks]:
         "alone": [{row: tokens} for row, tokens in prompts.items()],
         "batched": [prompts],
         "ragged chunks": [chunk for chunk in ragged if chunk],
-        "token by token": [
-            {row: tokens[i : i + 1] for row, tokens in prompts.items() if i < len(tokens)}
-            for i in range(max(LENGTHS.values()))
+        "token by token, then the rest": [
+            *({row: tokens[i : i + 1] for row, tokens in prompts.items() if i < len(tokens)} for i in range(12)),
+            {row: tokens[12:] for row, tokens in prompts.items() if len(tokens) > 12},
         ],
     }
 

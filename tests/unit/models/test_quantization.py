@@ -126,7 +126,7 @@ def test_files_of_the_library_itself(bits: int, symmetric: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("order", [("group_0", "group_1", "group_2"), ("group_2", "group_1", "group_0")])
-def test_of_overlapping_groups_the_nearest_target_counts(order: tuple[str, ...]) -> None:
+def test_the_nearest_target_of_overlapping_groups_counts(order: tuple[str, ...]) -> None:
     """A module's name, then an expression, then its class, in whatever order the groups stand."""
     config = CASES["ct-w8a8"].config
     plain = config["config_groups"]["group_0"]
@@ -311,7 +311,7 @@ def test_a_zero_point_whose_product_with_the_scale_is_not_finite_is_refused(make
         load_model(tmp_path, "float32")
 
 
-def test_scales_of_a_cache_beside_packed_weights_are_read(make: Callable, tmp_path: Path) -> None:
+def test_cache_scales_with_packed_weights_are_read(make: Callable, tmp_path: Path) -> None:
     source = make("fp8")
     tensors = load_file(source / "model.safetensors")
     tensors |= {f"model.layers.0.self_attn.{name}": torch.tensor(0.5) for name in ("k_scale", "v_proj.v_scale")}

@@ -70,7 +70,7 @@ def test_copies_of_rounded_tables_and_heads_are_known(dtype: str, tied: bool, sa
 
 
 @pytest.mark.parametrize("method", ROUNDINGS)
-def test_what_chooses_and_weighs_experts_keeps_its_bits(method: str, save_tiny: Callable) -> None:
+def test_the_router_of_experts_is_not_rounded(method: str, save_tiny: Callable) -> None:
     """Routers, and the gate of Qwen2-MoE's shared expert."""
     sizes = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     folder, _ = save_tiny("Qwen2Moe", **sizes, shared_expert_intermediate_size=32, hidden_size=64)

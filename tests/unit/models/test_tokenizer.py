@@ -30,7 +30,7 @@ def test_load_tokenizer(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demos_is_the_one_that_transformers_would_choose_and_needs_no_torch() -> None:
+def test_the_demos_tokenizer_matches_transformers_without_torch() -> None:
     code = (
         "import sys; from outrider.models.demo import demo_model_path; "
         "from outrider.models.checkpoint.tokenizer import *; "
@@ -49,7 +49,7 @@ def test_the_demos_is_the_one_that_transformers_would_choose_and_needs_no_torch(
     ("file", "change"),
     [("config.json", {"model_type": "phi3"}), ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})],
 )
-def test_what_transformers_knows_better_is_left_to_it(tmp_path: Path, monkeypatch, file, change) -> None:
+def test_special_tokenizers_are_left_to_transformers(tmp_path: Path, monkeypatch, file, change) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((demo_model_path() / name).read_bytes())
     (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | change))
@@ -162,7 +162,7 @@ def test_tekken_without_its_package(tekken: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr("outrider.models.checkpoint.tokenizer.find_spec", lambda name: None)
     load_tokenizer(tekken)
     assert "outrider[mistral]" in caplog.text
-    monkeypatch.setitem(sys.modules, "transformers.integrations.mistral", None)  # as where it cannot be imported
+    monkeypatch.setitem(sys.modules, "transformers.integrations.mistral", None)  # as if it cannot be imported
     with pytest.raises(InvalidRequestError, match=r"mistral-common.*outrider\[mistral\]"):
         load_tokenizer(tekken)
 

@@ -18,7 +18,7 @@ def test_a_table_of_absurd_length_is_refused_by_the_name_of_its_field(positions)
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention", None])
-def test_longrope_ends_the_context_also_where_one_type_of_layers_has_it(kind):
+def test_longrope_of_one_layer_type_bounds_the_context(kind):
     """All rows of a pass are turned alike here, so no prompt may reach beyond the short context."""
     plain, long = {"rope_type": "default"}, {"rope_type": "longrope", "original_max_position_embeddings": 64}
     ropes = {"full_attention": plain, "sliding_attention": plain}

@@ -54,7 +54,7 @@ def test_an_answer_is_a_stream_of_messages() -> None:
     assert [message["body"] for message in messages[1:]] == [b"hello", b"hello", b""]
 
 
-def test_who_stops_reading_has_hung_up() -> None:
+def test_a_client_that_stops_reading_has_hung_up() -> None:
     app = Application()
 
     async def run() -> None:

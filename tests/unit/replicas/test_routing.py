@@ -11,14 +11,14 @@ def views(count: int, slots: int = 8) -> dict[int, ReplicaView]:
     return {index: ReplicaView(slots) for index in range(count)}
 
 
-def test_a_request_goes_where_its_adapter_is() -> None:
+def test_a_request_goes_to_the_replica_with_its_adapter() -> None:
     replicas = views(4)
     replicas[2].adapters.use("sql")
     replicas[2].ongoing = 3
     assert AffinityRouter[int](seed=0).rank(replicas, RoutingKey("sql"))[0] == 2
 
 
-def test_it_goes_there_up_to_eight_requests_above_the_one_that_has_fewest() -> None:
+def test_affinity_is_bounded_to_eight_requests_above_the_least_loaded() -> None:
     for more, is_kept in ((8, True), (9, False)):
         replicas = views(4)
         replicas[2].adapters.use("sql")
@@ -27,14 +27,14 @@ def test_it_goes_there_up_to_eight_requests_above_the_one_that_has_fewest() -> N
         assert (AffinityRouter[int](seed=0).rank(replicas, RoutingKey("sql"))[0] == 2) is is_kept
 
 
-def test_but_not_to_a_replica_that_has_far_more_to_do() -> None:
+def test_affinity_avoids_a_replica_with_far_more_requests() -> None:
     replicas = views(4)
     replicas[2].adapters.use("sql")
     replicas[2].ongoing = 9
     assert AffinityRouter[int](slack=4, seed=0).rank(replicas, RoutingKey("sql"))[0] != 2
 
 
-def test_of_those_with_the_adapter_the_one_that_has_seen_the_text() -> None:
+def test_the_replica_with_the_adapter_and_the_text_is_first() -> None:
     replicas = views(4)
     for index in (1, 3):
         replicas[index].adapters.use("sql")
@@ -55,8 +55,8 @@ def test_all_replicas_are_ranked_once() -> None:
     assert AffinityRouter[int]().rank({}, RoutingKey()) == []
 
 
-def test_what_a_replica_says_counts_more_than_what_it_was_given() -> None:
-    """But not at once: what it says may be older than the request."""
+def test_a_replicas_report_overrides_the_routers_estimate() -> None:
+    """But not at once: its report may be older than the request."""
     view = ReplicaView(4)
     view.give(RoutingKey("given"))
     view.observe(["kept"], slots=2)

@@ -105,7 +105,7 @@ class Engine:
         drafts = sequence.drafts.token_ids
         accepted = min(accepted, len(drafts))
         after = tokens + drafts[:accepted] + self.tokens(1)
-        self.reserve(sequence, len(tokens) + len(drafts) + k)
+        self.reserve(sequence, len(tokens) + len(drafts) + k + self.drafter.needs.more_slots)
         row = DraftRow(
             sequence.request,
             after,
@@ -139,7 +139,8 @@ class Engine:
             proposals = self.drafter.propose(rows, output)
         else:
             self.drafter.watch(rows, output)
-            proposals = [Proposal(NO_DRAFTS, row.num_draft_valid) for row in rows]
+            lags = self.drafter.needs.lags
+            proposals = [Proposal(NO_DRAFTS, row.num_draft_valid if lags else len(row.tokens)) for row in rows]
         for (sequence, k, *_), row, proposal in zip(work, rows, proposals, strict=True):
             assert len(proposal.drafts.token_ids) <= k
             ahead = max(0, len(proposal.drafts.token_ids) - 1) if self.drafts_count else 0

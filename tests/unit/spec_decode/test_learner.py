@@ -122,5 +122,5 @@ def test_wrong_options_are_named(given, message):
 
 def test_off_by_default_and_for_heads_alone():
     assert parse_speculative({"method": "eagle3", "model": "x"}).learn is None
-    with pytest.raises(InvalidRequestError, match="learn is for eagle3"):
+    with pytest.raises(InvalidRequestError, match="learn means nothing to method ngram"):
         parse_speculative({"method": "ngram", "learn": {"tenants": ["a"]}})

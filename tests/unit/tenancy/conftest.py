@@ -39,7 +39,7 @@ def shared_postgresql(postgresql) -> str:
 
 @pytest.fixture
 def sqlite(tmp_path, empty_file) -> Iterator[Database]:
-    """Where the kind does not matter."""
+    """For tests that do not depend on the kind."""
     database = Database(parse_url(f"sqlite:///{shutil.copy(empty_file, tmp_path / 'outrider.db')}"))
     yield database
     database.close()

@@ -1,4 +1,4 @@
-"""What the tests of the ledger share; imported by its name."""
+"""Helpers of the ledger's tests; imported by its name."""
 
 import asyncio
 from contextlib import asynccontextmanager

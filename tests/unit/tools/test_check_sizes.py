@@ -1,9 +1,9 @@
-"""The check of file lengths: what it finds, and what it skips."""
+"""The check of file lengths: its findings, and the folders that it skips."""
 
 import runpy
 
 
-def test_long_files_are_named_except_where_nobody_looks(repo_root, tmp_path):
+def test_long_files_are_named_except_in_ignored_folders(repo_root, tmp_path):
     for name, count in (
         ("long.py", 401),
         ("short.py", 400),

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def check(repo_root, tmp_path, monkeypatch):
-    """The complaints about a test, beside a package of one class with `num_kept`, `_inner` and slots."""
+    """The complaints about a test, next to a package of one class with `num_kept`, `_inner` and slots."""
     spec = importlib.util.spec_from_file_location("check_test_writes", repo_root / "tools" / "check_test_writes.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
@@ -36,7 +36,7 @@ def check(repo_root, tmp_path, monkeypatch):
         "for row.other in (1, 2): pass",
     ],
 )
-def test_what_nothing_defines_is_an_error(check, text):
+def test_writes_to_undefined_attributes_are_errors(check, text):
     [complaint] = check(text)
     assert complaint.startswith("nothing defines the attribute ")
 
@@ -53,7 +53,7 @@ def test_what_nothing_defines_is_an_error(check, text):
         "monkeypatch.delenv('A', raising=False)",
     ],
 )
-def test_what_exists_may_be_written(check, text):
+def test_defined_attributes_may_be_written(check, text):
     assert check(text) == []
 
 

@@ -1,4 +1,4 @@
-"""The pages' tables are what the committed results say."""
+"""The pages' tables equal the committed results."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def figures() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_pages_show_what_the_results_say(figures: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_match_the_results(figures: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert figures.main(["--check"]) == 0, capsys.readouterr().out
 
 
@@ -46,7 +46,7 @@ def test_a_broken_mark_is_an_error(figures: ModuleType, text: str) -> None:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_a_result_says_when_where_and_with_which_code(path: Path) -> None:
+def test_a_result_has_date_machine_and_commit(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     assert result["claim"]
     names = [run["run"] for run in result["runs"]]

@@ -1,4 +1,4 @@
-"""`tools/tune` without the timing, and the option that uses what it writes."""
+"""`tools/tune` without the timing, and the option that uses its files."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_there_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     assert tune.main(["--model", str(demo_model_path()), "--output", str(tmp_path / "out")]) == 1
     assert "tuning measures the kernels on a CUDA device, and there is none" in one_line(capsys)
@@ -83,7 +83,7 @@ def test_a_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert read_configs(tmp_path / "cpu.json") == file
 
 
-def test_what_another_compiler_was_measured_with_is_begun_anew(
+def test_measurements_of_another_compiler_are_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from outrider.kernels.tuning.configs import ActAndMulConfig

@@ -20,7 +20,7 @@ from ..latency.latency_report import draw_latencies
 from ..machine import describe_machine
 from ..prompt_files import Prompt, read_prompts
 from ..prompts import DEMO_PROMPTS
-from ..request_figures import RequestRecord, Round, acceptance, row_figures, speculation_of
+from ..request_figures import RequestRecord, Round, acceptance, row_figures, sum_speculation
 from .completions import CHAT, COMPLETIONS, Server
 from .serve_command import Group
 
@@ -141,7 +141,7 @@ def _row(group: Group, rounds: Sequence[Round], first: Sequence[Round]) -> dict[
         **row_figures(good),
         "ratio_to_first": round(statistics.median(ratios), 4) if ratios else None,
         "same_text_as_first": {"same": sum(texts), "of": len(texts)},
-        **acceptance(speculation_of([record for each in good for record in each.requests])),
+        **acceptance(sum_speculation([record for each in good for record in each.requests])),
     }
 
 

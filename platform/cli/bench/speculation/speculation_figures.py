@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..request_figures import Round, acceptance, row_figures, speculation_of
+from ..request_figures import Round, acceptance, row_figures, sum_speculation
 from .modes import Mode
 
 _DRAWS = 1000
@@ -39,7 +39,7 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     speedups = [ours.speed / plain.speed for ours, plain in pairs]
     timed = [(ours, plain) for ours, plain in pairs if ours.cpu_seconds and plain.cpu_seconds]
     cpu = [a.output_tokens / b.output_tokens * b.cpu_seconds / a.cpu_seconds for a, b in timed]
-    counts = speculation_of(Round.joined(cell.rounds).requests)
+    counts = sum_speculation(Round.joined(cell.rounds).requests)
     steps = sum(counts.steps_by_k)
     tokens, chosen = steps + counts.num_accepted_tokens, counts.by_drafter(cell.mode.drafters)
     return {

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from ....core.adapter_files import ADAPTER_FILES, CONFIG_FILE, DRAFT_FOLDER
-from .resolver import HUB_SCHEME, is_hub_id, no_adapter, scheme_of, shown_source, unavailable
+from .resolver import HUB_SCHEME, is_hub_id, no_adapter, shown_source, source_scheme, unavailable
 
 _FILES = [*ADAPTER_FILES, "adapter_model.*", f"{DRAFT_FOLDER}/**"]
 _TIMEOUT_SECONDS = 10.0
@@ -23,7 +23,7 @@ class HubResolver:
 
     def resolve(self, name: str, source: str | None) -> str | None:
         """See `AdapterResolver`."""
-        if source is None or scheme_of(source) != HUB_SCHEME:
+        if source is None or source_scheme(source) != HUB_SCHEME:
             return None
         repository = source.removeprefix(f"{HUB_SCHEME}://")
         if not is_hub_id(repository):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ....core.adapter_files import ADAPTER_FILES, CONFIG_FILE, DRAFT_FOLDER, WEIGHT_FILES
 from ....core.errors import AdapterError
 from .cache import DownloadCache
-from .resolver import HUB_SCHEME, no_adapter, scheme_of, shown_source, unavailable
+from .resolver import HUB_SCHEME, no_adapter, shown_source, source_scheme, unavailable
 
 _STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime", "created")
 """Fields by which stores distinguish versions of a file's content."""
@@ -40,7 +40,7 @@ class StoreResolver:
 
     def resolve(self, name: str, source: str | None) -> str | None:
         """See `AdapterResolver`. The folder is held in the cache."""
-        scheme = None if source is None else scheme_of(source)
+        scheme = None if source is None else source_scheme(source)
         if source is None or scheme is None or scheme == HUB_SCHEME:
             return None
         if "::" in source:

@@ -39,7 +39,7 @@ class AdapterResolver(Protocol):
         """
 
 
-def scheme_of(source: str) -> str | None:
+def source_scheme(source: str) -> str | None:
     """ "s3" of "s3://bucket/x", "hf" of what is written as a hub id ("org/name", "org/name@revision"); None for a path.
 
     A folder of that name in the working directory makes "org/name" a path.

@@ -29,8 +29,8 @@ from .resolver import (
     AdapterResolver,
     local_path,
     no_adapter,
-    scheme_of,
     shown_source,
+    source_scheme,
     unavailable,
 )
 from .shared_calls import SharedCalls
@@ -131,7 +131,7 @@ class AdapterSources:
 
     def _roots_of(self, source: str, folder: str) -> tuple[str, ...]:
         """Roots of a folder from this source: a download is confined to its own."""
-        is_download = scheme_of(source) == HUB_SCHEME or folder.startswith(f"{self._cache.folder}/")
+        is_download = source_scheme(source) == HUB_SCHEME or folder.startswith(f"{self._cache.folder}/")
         return real_roots([folder]) if is_download else ANYWHERE
 
     def _folder(self, name: str, source: str, field: str, again: bool) -> Steps[str]:
@@ -314,11 +314,11 @@ class AdapterSources:
 
 
 def _needs_fetch(source: str) -> bool:
-    scheme = scheme_of(source)
+    scheme = source_scheme(source)
     return scheme is not None and scheme not in LOCAL_SCHEMES
 
 
 def _is_remote(request: LoRARequest) -> bool:
     """True when a source in it is no plain path. Quick for absolute paths."""
     paths = (request.path, request.draft_path)
-    return any(path is not None and not path.startswith("/") and scheme_of(path) is not None for path in paths)
+    return any(path is not None and not path.startswith("/") and source_scheme(path) is not None for path in paths)

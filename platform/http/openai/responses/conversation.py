@@ -9,7 +9,7 @@ from typing import Any
 
 from ....core.errors import InvalidRequestError, NotFoundError, invalid
 from ....core.text import shorten
-from ..chat_messages import content_of, role_of
+from ..chat_messages import check_role, parse_content
 
 Item = dict[str, Any]
 """Item in the form in which OpenAI's API lists it: with `id`, `type` and `status`, and texts in parts."""
@@ -33,7 +33,7 @@ def new_item_id(kind: str) -> str:
     return f"{_PREFIXES[kind]}{uuid.uuid4().hex}"
 
 
-def items_of(
+def parse_items(
     value: str | list[Any], before: Sequence[Item] = (), stored: Callable[[], Mapping[str, Item]] = dict
 ) -> list[Item]:
     """The items of a request's `input`, checked.
@@ -108,7 +108,7 @@ def is_cut(item: Item) -> bool:
 
 
 def _message(given: dict[str, Any], place: str) -> Item:
-    role = role_of(given, place, _ROLES)
+    role = check_role(given, place, _ROLES)
     kind = "output_text" if role == "assistant" else "input_text"
     extra: dict[str, Any] = {"annotations": []} if role == "assistant" else {}
     texts = _texts(given.get("content"), f"{place}.content")
@@ -117,7 +117,7 @@ def _message(given: dict[str, Any], place: str) -> Item:
 
 def _texts(content: Any, place: str) -> list[str]:
     """Texts of a content, which is a string or a list of parts."""
-    parts = content_of(content, place)
+    parts = parse_content(content, place)
     return [parts] if isinstance(parts, str) else [part["text"] for part in parts]
 
 
@@ -175,7 +175,7 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Item]] = {
 }
 
 
-def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
+def to_messages(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Messages of a conversation, as chat templates read them. An assistant's text and the calls behind it are one
     message, and reasoning belongs to the message that follows it. A call that was cut, without an output, is left out:
     it never was one. The input of a custom tool's call is an argument called "input"."""

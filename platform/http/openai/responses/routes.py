@@ -16,7 +16,7 @@ from ..answer import Accepted, accept
 from ..chat_job import chat_job
 from ..json_pieces import json_answer
 from .answer import ResponseAnswer
-from .conversation import Item, items_of, messages_of
+from .conversation import Item, parse_items, to_messages
 from .protocol import ResponsesRequest
 from .store import Stored
 from .translation import chat_request, function_places, in_own_names
@@ -33,7 +33,7 @@ async def create_response(request: Request) -> Response:
     items = _conversation(accepted)
     chat = chat_request(accepted.body, strict=accepted.serving.config.strict_fields)
     try:
-        messages = messages_of(items, accepted.body.instructions)
+        messages = to_messages(items, accepted.body.instructions)
         thinks = chat.reasoning_effort not in (None, "none")
         made = await chat_job(
             accepted,
@@ -61,7 +61,7 @@ def _conversation(accepted: Accepted[ResponsesRequest]) -> list[Item]:
         if status not in ("completed", "incomplete"):
             raise InvalidRequestError(f"previous_response_id: that response is {status}", param="previous_response_id")
         before = previous.conversation()
-    items = [*before, *items_of(body.input, before, lambda: store.items(tenant))]
+    items = [*before, *parse_items(body.input, before, lambda: store.items(tenant))]
     if body.is_stored:
         store.check(items)
     return items

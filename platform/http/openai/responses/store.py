@@ -39,7 +39,7 @@ class Stored:
         return [*self.items, *self.response["output"]]
 
 
-def size_of(value: Any) -> int:
+def estimate_bytes(value: Any) -> int:
     """Bytes that a JSON value takes, about."""
     size, waiting = 0, [value]
     while waiting:
@@ -73,7 +73,7 @@ class ResponseStore:
         Raises:
             InvalidRequestError: it does; the message has the limit.
         """
-        size = size_of(items)
+        size = estimate_bytes(items)
         if size > self._max_bytes:
             raise InvalidRequestError(
                 f"store: the conversation takes about {size} bytes, and a tenant's stored responses at most "
@@ -84,7 +84,7 @@ class ResponseStore:
     def put(self, tenant: str, stored: Stored) -> None:
         """Keep a response, or take the place of the one with its id."""
         self._drop(tenant, stored.response["id"])
-        stored.num_bytes = size_of(stored.items) + size_of(stored.response)
+        stored.num_bytes = estimate_bytes(stored.items) + estimate_bytes(stored.response)
         self._tenants.setdefault(tenant, OrderedDict())[stored.response["id"]] = stored
         self._bytes[tenant] = self._bytes.get(tenant, 0) + stored.num_bytes
         mine = self._tenants[tenant]

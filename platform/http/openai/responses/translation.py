@@ -80,10 +80,10 @@ def _check_summary(name: str, value: str | None, strict: bool) -> None:
 
 def function_places(tools: list[Any] | None) -> list[int]:
     """Places of the functions among a request's tools: the chat has no others."""
-    return [index for index, tool in enumerate(tools or ()) if _type_of(tool) == "function"]
+    return [index for index, tool in enumerate(tools or ()) if _tool_type(tool) == "function"]
 
 
-def _type_of(tool: Any) -> Any:
+def _tool_type(tool: Any) -> Any:
     return tool.get("type") if isinstance(tool, dict) else None
 
 
@@ -91,7 +91,7 @@ def _functions(tools: list[Any], strict: bool) -> list[dict[str, Any]]:
     """Functions as a chat has them; `tools.choice` checks the rest. Other tools are ignored next to them if agents
     write them unasked."""
     places = function_places(tools)
-    for index, kind in enumerate(map(_type_of, tools)):
+    for index, kind in enumerate(map(_tool_type, tools)):
         if kind == "function":
             continue
         if not places or not isinstance(kind, str) or not _OFFERED.fullmatch(kind):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ....core.errors import InvalidRequestError
 from ....core.sampling_params import quote_for_error
 from ....core.structured_outputs import WHITESPACE
-from .choice import moved, parameters_of
+from .choice import moved, tool_parameters
 
 _ROOT = frozenset("type properties required additionalProperties $defs definitions title description $schema".split())
 """Keywords of a schema whose properties can be written one by one."""
@@ -68,7 +68,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 def property_rule(function: dict[str, Any], name: str) -> str:
     """JSON of one property of a function's arguments."""
     root = "#/$defs/arguments"
-    schema = {"$ref": f"{root}/properties/{name}", "$defs": {"arguments": moved(parameters_of(function), root)}}
+    schema = {"$ref": f"{root}/properties/{name}", "$defs": {"arguments": moved(tool_parameters(function), root)}}
     return json_rule(schema)
 
 
@@ -80,13 +80,13 @@ def _refuse(place: str, what: object) -> InvalidRequestError:
     )
 
 
-def properties_of(index: int, function: dict[str, Any], names: str) -> dict[str, Any]:
+def checked_properties(index: int, function: dict[str, Any], names: str) -> dict[str, Any]:
     """Properties of a strict tool's arguments. `names`: pattern of the names that the format can write.
 
     Raises:
         InvalidRequestError: arguments that are written one by one cannot have all that the schema asks for.
     """
-    schema = parameters_of(function)
+    schema = tool_parameters(function)
     place = f"tools[{index}].function.parameters"
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     is_list = isinstance(required, list) and all(isinstance(name, str) for name in required)
@@ -155,8 +155,8 @@ def tagged_arguments(index: int, function: dict[str, Any], tags: Tags) -> list[s
         before, after = map(tags.lark, tags.begin.split("%s"))
         tag = f"{before} /{_TAG_NAME}/ {after}"
         return [f"args_{index}: any_{index}*", f'any_{index}: {tag} text_{index} "\\n"', _text(f"text_{index}", tags)]
-    properties = properties_of(index, function, _TAG_NAME)
-    schema, steps = parameters_of(function), iter(range(_MAX_SCHEMAS))
+    properties = checked_properties(index, function, _TAG_NAME)
+    schema, steps = tool_parameters(function), iter(range(_MAX_SCHEMAS))
     rules, written = [], []
     shapes = [flat(value, schema, steps) for value in properties.values()]
     if next(steps, None) is None:

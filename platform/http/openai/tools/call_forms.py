@@ -17,12 +17,12 @@ from .arguments import (
     FUNCTION_TAGS,
     INVOKE_TAGS,
     Tags,
+    checked_properties,
     json_rule,
-    properties_of,
     property_rule,
     tagged_arguments,
 )
-from .choice import ToolChoice, parameters_of
+from .choice import ToolChoice, tool_parameters
 
 TEXT = r"/(.|\n)*/"
 
@@ -127,7 +127,7 @@ def begins_as_json(name: str | None) -> bool:
 
 def _arguments(function: dict[str, Any]) -> str:
     """Arguments of a call as JSON."""
-    return json_rule(parameters_of(function) if function.get("strict") else {"type": "object"})
+    return json_rule(tool_parameters(function) if function.get("strict") else {"type": "object"})
 
 
 def _json_calls(form: CallForm, choice: ToolChoice, marks: Marks) -> list[str]:
@@ -236,8 +236,8 @@ def _keyword_arguments(index: int, function: dict[str, Any]) -> list[str]:
     """
     if not function.get("strict"):
         return [f'args_{index}: (any_{index} ("," " "? any_{index})*)?', f'any_{index}: /{_NAME}/ "=" {json_rule({})}']
-    properties = properties_of(index, function, _NAME)
-    required = set(parameters_of(function).get("required") or [])
+    properties = checked_properties(index, function, _NAME)
+    required = set(tool_parameters(function).get("required") or [])
     rules, written, unwritten = [], '""', '""'  # what may follow once an argument is written, or none yet
     for number, name in reversed(list(enumerate(properties))):
         one = f"value_{index}_{number}"

@@ -105,7 +105,7 @@ def leading(text: str) -> str:
     return text[: len(text) - len(text.lstrip())]
 
 
-def text_of(lexemes: Iterable[Lexeme]) -> str:
+def join_text(lexemes: Iterable[Lexeme]) -> str:
     """Text of lexemes."""
     return "".join(lexeme.text for lexeme in lexemes)
 
@@ -178,11 +178,11 @@ class WholeCalls:
                 text = json.dumps(arguments, ensure_ascii=False)
                 self.deltas += self._calls.begin(function["name"])
                 self.deltas += self._calls.arguments(text if isinstance(arguments, dict) else as_object(text))
-            body = "" if mark else text_of(self._lexemes)
+            body = "" if mark else join_text(self._lexemes)
             self._content(body[len(body.rstrip()) :])
         else:
             begin = "" if self._is_refuted else self._begin
-            self._content(begin + text_of(self._lexemes) + (mark or ""))
+            self._content(begin + join_text(self._lexemes) + (mark or ""))
 
     def _content(self, text: str) -> None:
         if text:

@@ -48,14 +48,14 @@ class ToolChoice(NamedTuple):
             return None
         if self.name is not None:
             function = next(tool["function"] for tool in self.tools if tool["function"]["name"] == self.name)
-            return StructuredOutputsParams(json=parameters_of(function), source=source)
+            return StructuredOutputsParams(json=tool_parameters(function), source=source)
         calls = [
             {
                 "type": "object",
                 "properties": {
                     "name": {"const": tool["function"]["name"]},
                     "parameters": moved(
-                        parameters_of(tool["function"]), f"#/items/anyOf/{index}/properties/parameters"
+                        tool_parameters(tool["function"]), f"#/items/anyOf/{index}/properties/parameters"
                     ),
                 },
                 "required": ["name", "parameters"],
@@ -69,7 +69,7 @@ class ToolChoice(NamedTuple):
         return StructuredOutputsParams(json=schema, source=source, disable_any_whitespace=True, ends_list=self.parallel)
 
 
-def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
+def tool_parameters(function: dict[str, Any]) -> dict[str, Any]:
     """Schema of a tool's arguments."""
     return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -88,7 +88,7 @@ def moved(schema: Any, place: str) -> Any:
     }
 
 
-def tool_choice_of(body: ToolFields, *, strict: bool = False) -> ToolChoice:
+def parse_tool_choice(body: ToolFields, *, strict: bool = False) -> ToolChoice:
     """Tools of a request. A forced answer has one call unless `parallel_tool_calls` is true: in a list a model may go
     on with calls that it was not asked for.
 
@@ -100,7 +100,7 @@ def tool_choice_of(body: ToolFields, *, strict: bool = False) -> ToolChoice:
     """
     tools = _functions(body.tools or [], strict=strict)
     choice, allowed = _allowed(body.tool_choice)
-    name = _name_of(choice)
+    name = _chosen_name(choice)
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"has {len(tools)} entries; at most {MAX_TOOLS} are allowed")
     names = [_checked(tool, f"tools[{index}]") for index, tool in tools.items()]
@@ -177,7 +177,7 @@ def _named(choice: Any) -> Any:
     return function.get("name") if isinstance(function, dict) else None
 
 
-def _name_of(choice: Any) -> str | None:
+def _chosen_name(choice: Any) -> str | None:
     """Name in a `tool_choice` that is an object."""
     if choice in (None, "none", "auto", "required"):
         return None

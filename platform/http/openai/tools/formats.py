@@ -194,7 +194,7 @@ REASONING_FORMATS = ("deepseek_r1", "qwen3", "granite", *FORMATS)
 """Names for `--reasoning-parser`; those that are no format of calls have <think> and </think>."""
 
 
-def format_of(name: str | None, tokenizer: Any, adapter_template: str | None = None) -> dict[str, Any] | None:
+def find_template(name: str | None, tokenizer: Any, adapter_template: str | None = None) -> dict[str, Any] | None:
     """Response template of a model, the first that there is: by name, guessed from the adapter's chat template, of the
     tokenizer, guessed from the tokenizer's chat template; None if nothing gives it away."""
     if name is not None:
@@ -216,7 +216,7 @@ def _guess(template: object) -> dict[str, Any] | None:
     return None if found is None else FORMATS[found]
 
 
-def name_of(template: dict[str, Any]) -> str | None:
+def format_name(template: dict[str, Any]) -> str | None:
     """Name of the format in which a response template reads calls, be it a tokenizer's own; None: it has no name."""
     fields = template.get("fields")
     calls = fields.get("tool_calls") if isinstance(fields, dict) else None

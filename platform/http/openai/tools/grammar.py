@@ -13,8 +13,8 @@ from ....core.errors import InvalidRequestError
 from ....core.json_schema import served
 from ....core.structured_outputs import MAX_CONSTRAINT_CHARS, StructuredOutputsParams
 from .call_forms import Marks, analysis_rule, begins_as_json, call_rules
-from .choice import ToolChoice, parameters_of
-from .formats import name_of
+from .choice import ToolChoice, tool_parameters
+from .formats import format_name
 
 
 def answer_constraint(
@@ -38,7 +38,7 @@ def answer_constraint(
         return asked
     choice, ignored = _served(choice)
     marks = Marks(tokenizer)
-    name = name_of(template)
+    name = format_name(template)
     make = call_rules(name, marks)
     if choice.is_forced or not choice.tools or (asked is not None and begins_as_json(name)):
         make = None
@@ -73,7 +73,7 @@ def _served(choice: ToolChoice) -> tuple[ToolChoice, tuple[str, ...]]:
         if function.get("strict"):
             place = f"tools[{index}].function.parameters"
             try:
-                text = json.dumps(parameters_of(function))
+                text = json.dumps(tool_parameters(function))
                 if (room := room - len(text)) >= 0:
                     schema, places = served(text)
                     function = function | {"parameters": schema}

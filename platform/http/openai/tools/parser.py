@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import regex
 
-from .calls import CallDeltas, CallText, Delta, Functions, WholeCalls, as_json, text_of
+from .calls import CallDeltas, CallText, Delta, Functions, WholeCalls, as_json, join_text
 from .json_calls import BareCall, JsonCalls
 from .scanner import JSON_STRING, Kind, Lexeme, Scanner, StringForm, find
 from .values import properties_by_function, tagged_calls, tagged_form, with_types
@@ -386,7 +386,7 @@ class _Notation:
             functions = tagged_calls(captures["name"], lexemes, self._tags)
         else:
             try:
-                value = process_field(as_json(lexemes) if self._is_json else text_of(lexemes), field, captures)
+                value = process_field(as_json(lexemes) if self._is_json else join_text(lexemes), field, captures)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 return []
             calls = value if isinstance(value, list) else [value]

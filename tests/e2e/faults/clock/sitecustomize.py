@@ -1,4 +1,4 @@
-"""Imported by every Python process that has this folder on its path: `time.time` is off by what a file says."""
+"""Imported by every Python process that has this folder on its path: `time.time` is off by the offset in a file."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The cache of downloads: its bound, what is held, other processes, crashes."""
+"""The cache of downloads: its bound, files in use, other processes, crashes."""
 
 import os
 import subprocess
@@ -98,7 +98,7 @@ def test_two_downloads_at_once_share_the_room(tmp_path):
     assert entries(tmp_path) == {"a"}
 
 
-def test_what_a_dead_process_left_is_removed(tmp_path):
+def test_leftovers_of_a_dead_process_are_removed(tmp_path):
     for name, age in ((".tmp-old", 2 * 86400), (".tmp-new", 60)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
@@ -116,7 +116,7 @@ sys.stdin.read()
 """
 
 
-def test_what_another_process_holds_is_kept(tmp_path):
+def test_files_of_a_live_process_are_kept(tmp_path):
     arguments = [sys.executable, "-c", OTHER_PROCESS, str(tmp_path)]
     cache = DownloadCache(str(tmp_path), 30)
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

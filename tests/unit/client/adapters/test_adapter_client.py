@@ -10,6 +10,7 @@ from outrider.platform.client.adapters.sources import AdapterSources, SourceOpti
 from outrider.platform.client.async_llm import AsyncLLM
 from outrider.platform.client.llm import LLM
 from outrider.platform.client.process.supervisor import EngineSpec, RestartPolicy
+from outrider.platform.core.beam_search import BeamSearchParams
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import (
     AdapterError,
@@ -62,7 +63,7 @@ def test_llm_loads_from_a_store(llm, sources, tmp_path):
     assert sources.folders_of("sql") == ()
 
 
-def test_llm_keeps_what_is_registered_when_a_reload_fails(llm, sources):
+def test_llm_keeps_the_old_adapter_when_a_reload_fails(llm, sources):
     request = LoRARequest("sql", path=upload("sql"))
     info = llm.load_lora_adapter(request)
     upload("sql", b"new")
@@ -111,7 +112,7 @@ def test_async_llm(spec, sources, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_fetched_is_registered_again_after_a_restart(spec, sources):
+def test_fetched_adapters_are_registered_again_after_a_restart(spec, sources):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
             info = await llm.adapters.load(LoRARequest("sql", path=upload("sql")))
@@ -128,7 +129,7 @@ def test_what_was_fetched_is_registered_again_after_a_restart(spec, sources):
 
 @pytest.mark.slow
 def test_files_that_changed_before_a_restart_are_not_taken(spec, sources, tmp_path):
-    """The name stays, with a digest that no files have: its requests are told to load it again."""
+    """The name stays, with a digest that no files have: its requests get an error that asks to load it again."""
     folders = {name: tmp_path / name for name in ("same", "other")}
     for folder in folders.values():
         folder.mkdir()
@@ -222,6 +223,25 @@ def test_a_request_that_comes_during_an_unload(spec, sources):
     asyncio.run(run())
 
 
+def test_a_beam_search_brings_back_no_adapter(spec, sources):
+    async def run() -> None:
+        async with AsyncLLM.from_spec(spec, sources) as llm:
+            await llm.adapters.load(LoRARequest("a", path="/a"))
+            unloads: list[asyncio.Task[None]] = []
+
+            def on_step(num_tokens: int) -> None:
+                if num_tokens == 2:
+                    unloads.append(asyncio.create_task(llm.adapters.unload("a")))
+
+            params = BeamSearchParams(1, 100, ignore_eos=True)
+            with pytest.raises(NotFoundError, match="'a' was unloaded while the request waited"):
+                await llm.beam_search([5], params, lora_request="a", on_step=on_step)
+            await unloads[0]
+            assert await llm.adapters.list() == []
+
+    asyncio.run(run())
+
+
 def test_an_unload_that_is_refused(spec, sources):
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:
@@ -248,7 +268,7 @@ def test_a_folder_found_by_name_serves_the_request_of_an_unloaded_adapter(spec, 
 
 
 def test_concurrent_loads_of_one_name(spec, sources):
-    """One wins; what it was read from is kept, however the others end."""
+    """One wins; its files are kept, however the others end."""
 
     async def run() -> None:
         async with AsyncLLM.from_spec(spec, sources) as llm:

@@ -64,7 +64,7 @@ def test_paths_that_leave(rules, root, secret, path):
     assert caught.value.param == "draft_path"
 
 
-def test_it_is_not_said_whether_what_is_outside_exists(rules, secret):
+def test_errors_do_not_reveal_whether_outside_files_exist(rules, secret):
     messages = set()
     for path in (secret, secret.parent / "nothing"):
         with pytest.raises(AdapterError) as caught:
@@ -191,7 +191,7 @@ def test_loops_of_links(rules, good):
         rules.check(str(good))
 
 
-def test_a_link_that_leads_nowhere_hides_nothing_else(rules, good):
+def test_a_broken_link_hides_no_other_file(rules, good):
     """A folder is refused when not all of it can be looked at."""
     (good / "adapter_a").symlink_to(good / "nothing")
     os.mkfifo(good / "adapter_model.bin")

@@ -77,7 +77,7 @@ def names_in(folder: str) -> list[str]:
 ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors", "draft/adapter_config.json"]
 
 
-def test_a_download_takes_what_belongs_to_the_adapter(hub, tmp_path, capfd):
+def test_only_the_adapters_files_are_downloaded(hub, tmp_path, capfd):
     hub_resolver = HubResolver(1000, endpoint=hub, cache_dir=str(tmp_path))
     folder = hub_resolver.resolve("x", "org/adapter")
     assert names_in(folder) == ADAPTER_FILES
@@ -125,7 +125,7 @@ def test_bad_ids(source):
 
 
 @pytest.mark.parametrize("source", [None, "s3://a/b", "/a/b", "a/b/c"])
-def test_what_is_nothing_of_the_hubs(source):
+def test_sources_that_are_no_hub_ids(source):
     assert HubResolver(1000).resolve("x", source) is None
 
 
@@ -138,10 +138,10 @@ def test_what_is_nothing_of_the_hubs(source):
     ],
 )  # fmt: skip
 def test_schemes(source, scheme):
-    assert resolver.scheme_of(source) == scheme
+    assert resolver.source_scheme(source) == scheme
 
 
 def test_a_local_folder_of_that_name_is_no_hub_id(tmp_path, monkeypatch):
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolver.scheme_of("org/name") is None
+    assert resolver.source_scheme("org/name") is None

@@ -1,4 +1,4 @@
-"""From sources to folders: object stores, plug-ins, names; what is shared, remembered, and kept on the disk."""
+"""From sources to folders: object stores, plug-ins, names; shared results, memory and disk."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Store(MemoryFileSystem):
-    """An object store in memory that counts, waits and fails when told to."""
+    """An object store in memory that counts, and waits or fails on command."""
 
     protocol = "teststore"
     store: dict = {}  # noqa: RUF012  (as in the base class)
@@ -138,7 +138,7 @@ def test_a_download(make):
     assert len(Store.opened) == num_opened
 
 
-def test_draft_weights_of_another_place(make):
+def test_draft_weights_may_have_their_own_source(make):
     base, draft = upload("a"), upload("d")
     request = make().localize(LoRARequest("x", 7, base, draft_path=draft)).result()
     assert (request.name, request.lora_int_id) == ("x", 7)
@@ -292,7 +292,7 @@ def test_keys_that_try_to_leave_the_folder(make, tmp_path):
     assert not (tmp_path / "cache" / "evil").exists()
 
 
-def test_what_is_registered_is_kept_and_the_rest_evicted(make, clock):
+def test_registered_adapters_are_kept_and_the_rest_evicted(make, clock):
     size = 10 + len(b"{}")
     sources = make(max_cache_bytes=2 * size)
     a, b, c = (upload(name, adapter_model_dot_safetensors=name.encode() * 10) for name in "abc")

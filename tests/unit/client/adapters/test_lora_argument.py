@@ -61,7 +61,7 @@ def test_spellings(spelled: Any, meant: Any) -> None:
     "spelled",
     [3, [], (), [A], [A, B], [(A, 0.5), B], (A, None), (A, 0.5, 1), {"a": 0.5}, [(3, 0.5)], LoRAMix((A,))],  # type: ignore[arg-type]
 )
-def test_what_is_no_adapter(spelled: Any) -> None:
+def test_values_that_name_no_adapter(spelled: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         resolve(spelled)
     assert caught.value.param == "lora_request"
@@ -138,7 +138,7 @@ def test_offline(model_path: str) -> None:
 
 
 class Names(dict[str, LoRARequest]):
-    """A registry of which nobody looks at all names."""
+    """A registry whose names are never listed as a whole."""
 
     def __iter__(self) -> Any:
         raise AssertionError("all names were looked at")

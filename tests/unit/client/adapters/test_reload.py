@@ -117,7 +117,7 @@ def test_in_this_process(model_path: str, site: Site, levels: list[int]) -> None
 
 
 def test_adapters_of_requests_are_known_after_a_sleep(model_path: str) -> None:
-    """An engine in this process is asked what it has, before it ends."""
+    """An engine in this process is asked for its adapters before it ends."""
     with LLM.from_engine_args(EngineArgs(model=model_path), engine="fake_engine:FakeEngine") as llm:
         engine: Any = llm.llm_engine.engine_core
         engine.adapters.load(LoRARequest("of-a-request", path="/a"))

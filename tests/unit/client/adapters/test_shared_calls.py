@@ -1,4 +1,4 @@
-"""The threads in which adapters are fetched, and what their calls share and remember."""
+"""The threads in which adapters are fetched, and the results that their calls share."""
 
 import threading
 import time
@@ -78,11 +78,11 @@ def test_answers_are_kept_for_a_while(clock):
     assert made == ["a", "b", "b", "a"]
 
 
-def test_those_who_wait_can_be_failed(clock):
+def test_waiting_requests_can_be_failed(clock):
     calls, gate = SharedCalls("test", 1, 10, clock), threading.Event()
     waiting = calls.call("k", lambda: gate.wait(10), 100.0)
     calls.fail_waiting(ShuttingDownError("the end"))
     with pytest.raises(ShuttingDownError):
         waiting.result(10)
     gate.set()
-    assert calls.call("k", lambda: 5).result(10) == 5, "what comes later is asked anew"
+    assert calls.call("k", lambda: 5).result(10) == 5, "a later call asks again"

@@ -36,7 +36,7 @@ def change(folder, rename):
 
 
 @pytest.mark.parametrize("name", demo_adapters())
-def test_what_fits_passes(name):
+def test_a_fitting_adapter_passes(name):
     check(demo_adapters()[name])
 
 

@@ -134,15 +134,15 @@ def test_arguments_of_calls_arrive_in_their_types() -> None:
     ):
         call = ipc.decode(ipc.encode(ipc.Call(1, verb, arguments)))
         assert isinstance(call, ipc.Call)
-        assert ipc.arguments_of(call) == {**arrived, **arguments}
+        assert ipc.decode_arguments(call) == {**arrived, **arguments}
 
 
 def test_calls_with_wrong_arguments_are_refused() -> None:
     for verb, arguments in (("adapters.pin", {"name": 3}), ("adapters.pin", {}), ("adapters.load", {"request": {}})):
         with pytest.raises(InvalidRequestError, match=f"cannot read the call '{verb}'"):
-            ipc.arguments_of(ipc.Call(1, verb, arguments))
+            ipc.decode_arguments(ipc.Call(1, verb, arguments))
     with pytest.raises(OutriderError, match=r"no call 'shutdown'; it has adapters\.load, "):
-        ipc.arguments_of(ipc.Call(1, "shutdown"))
+        ipc.decode_arguments(ipc.Call(1, "shutdown"))
 
 
 def test_config() -> None:
@@ -165,7 +165,7 @@ def test_link_carries_messages_both_ways_and_leaves_nothing() -> None:
         folder = Path(client.folder)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         with pytest.raises(EngineDeadError):
-            client.send(ipc.Stop())  # nobody is connected
+            client.send(ipc.Stop())  # no client is connected
         with pytest.raises(InvalidRequestError, match="cannot be sent"):
             client.send(ipc.Add([EngineRequest("r", [1], SamplingParams(), priority=2**70)]))
         engine = ipc.EngineLink(client.folder)

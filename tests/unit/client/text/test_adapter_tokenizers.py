@@ -1,4 +1,4 @@
-"""Tokenizers of adapters: bounds on bytes and words, and what is kept."""
+"""Tokenizers of adapters: bounds on bytes and words, and the cache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_added_words(tokenizers, write, made):
     assert made == [own], "read once"
 
 
-def test_the_settings_count_for_what_is_known(tokenizers, write):
+def test_other_settings_of_a_known_tokenizer_are_read(tokenizers, write):
     assert 77 not in tokenizers.read(write(1)).eos_token_ids
     assert 77 in tokenizers.read(write(1, eos_token_id=77)).eos_token_ids
 
@@ -89,7 +89,7 @@ def test_end_tokens_of_a_wrong_type(tokenizers, write, value):
         tokenizers.read(write(1, eos_token_id=value))
 
 
-def test_one_that_takes_long_to_read_holds_up_no_other(tokenizers, write, tmp_path, monkeypatch):
+def test_a_slow_tokenizer_delays_no_other(tokenizers, write, tmp_path, monkeypatch):
     slow, begun, goes_on, read = write(1), threading.Event(), threading.Event(), AdapterFolder.read
     other = AdapterFolder(shutil.copytree(tmp_path, tmp_path / "other"))
 

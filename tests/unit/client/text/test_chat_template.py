@@ -158,7 +158,7 @@ def test_conversations_of_agents_fit_templates_that_want_turns(processor: InputP
     assert f"{system}\n\nIt rains.\n\nWhy?<end_of_turn>" in prompt(processor, GEMMA, *begin, **plain)
     later = [("system", "A"), ("user", "B"), ("assistant", "C"), ("system", "D"), ("user", "E")]
     assert prompt(processor, SYSTEM_FIRST, *later, **plain) == "<|system|>A\n\nD<|user|>B<|assistant|>C<|user|>E"
-    assert prompt(processor, STRING, *later, **plain).count("<|") == len(later)  # it takes them where they are
+    assert prompt(processor, STRING, *later, **plain).count("<|") == len(later)  # the template accepts them in place
     with pytest.raises(InvalidRequestError, match="not first"):
         prompt(processor, SYSTEM_FIRST, ("user", "B"), ("system", "D"), **plain)
 
@@ -329,9 +329,7 @@ def test_tools_that_the_template_writes_otherwise_are_no_error(processor, listed
 
 @pytest.mark.parametrize("name", ["trims", "string", "parts", "Llama 3", "Qwen 3"])
 @pytest.mark.parametrize("text", ["", "So", "So, \n", " \n", "  a"])
-def test_continued_message_keeps_what_the_template_wrote_before(
-    processor: InputProcessor, name: str, text: str
-) -> None:
+def test_a_continued_message_keeps_the_templates_prefix(processor: InputProcessor, name: str, text: str) -> None:
     template = REAL[name]
     closed = prompt(processor, template, ("user", "hi"), ("assistant", "MARK"), add_generation_prompt=False)
     options = {"add_generation_prompt": False, "continue_final_message": True}
@@ -364,7 +362,7 @@ class Rendered(str):
 
 
 @pytest.mark.parametrize("alter", [lambda text: json.dumps(text)[1:-1], lambda text: " ".join(text.split())])
-def test_many_altered_texts_are_found_without_looking_at_all_of_the_prompt_for_each(alter: Any) -> None:
+def test_many_altered_texts_need_few_searches(alter: Any) -> None:
     texts = [f"number{i}\n\ttext" for i in range(100)]
     messages = [{"role": "user", "content": [{"type": "text", "text": text}]} for text in texts]
     rendered = Rendered("".join(f"<u>{alter(text)}" for text in texts))

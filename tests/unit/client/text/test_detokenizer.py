@@ -96,7 +96,7 @@ def test_first_token_keeps_its_space_after_a_prompt() -> None:
     assert TokenDecoder(decode, []).step(2) == "world"
 
 
-def test_bytes_that_break_what_was_given_out_do_not_stop_the_stream() -> None:
+def test_invalid_bytes_after_returned_text_do_not_stop_the_stream() -> None:
     euro = [4 + b for b in "€".encode()]
     decoder = TokenDecoder(sentencepiece().decode, [])
     texts = [decoder.step(token) for token in [*euro, 4 + 0xFF, 3, 2]]

@@ -32,7 +32,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=14)
 
 
 @given(st.lists(TOKENS, max_size=5), TOKENS, st.integers(1, 4))
-def test_it_is_the_longest_common_beginning_in_whole_blocks(prefixes, prompt, block_size):
+def test_the_shared_prefix_is_the_longest_in_whole_blocks(prefixes, prompt, block_size):
     def common(prefix):
         return next(
             (i for i, (a, b) in enumerate(zip(prefix, prompt, strict=False)) if a != b), min(len(prefix), len(prompt))
@@ -42,7 +42,7 @@ def test_it_is_the_longest_common_beginning_in_whole_blocks(prefixes, prompt, bl
     assert SharedPrefixes(prefixes, block_size).match(prompt) == expected
 
 
-def test_requests_say_how_much_of_them_is_shared(tokenizer):
+def test_requests_report_their_shared_prefix(tokenizer):
     """It is the server's doing: a salt takes part in nothing, and no field of a prompt says otherwise."""
     processor = InputProcessor(tokenizer, FakeEngine(EngineArgs(model="x")).info, [1])
     assert processor.prepare("r", list(range(3, 40))).sequences()[0].num_shared_tokens == 0

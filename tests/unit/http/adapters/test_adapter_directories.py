@@ -9,17 +9,14 @@ from outrider.platform.client.adapters.sources import AdapterSources, SourceOpti
 from outrider.platform.core.errors import AdapterError, AdapterSourceError
 from outrider.platform.core.messages import AdapterInfo
 
+from ....error_answers import error_in
+
 
 def make_adapter(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text("{}")
     (folder / "adapter_model.safetensors").write_bytes(b"x" * 10)
     return folder
-
-
-def error_of(response, status: int = 400) -> dict:
-    assert response.status_code == status, response.text
-    return response.json()["error"]
 
 
 @pytest.fixture
@@ -71,14 +68,14 @@ def test_all_parts_of_a_sum_are_found(directory, http, llm):
 
 @pytest.mark.parametrize("model", ["..", "../adapters/sql", "/etc", ".", "sql/", "./sql", "sql\0", "\n", "x" * 4000])
 def test_names_that_are_no_folders(directory, http, model):
-    error = error_of(http.post("/v1/completions", {"model": model, "prompt": "x"}), 404)
+    error = error_in(http.post("/v1/completions", {"model": model, "prompt": "x"}), 404)
     assert error["param"] == "model"
 
 
-def test_one_that_leads_outside(directory, http, llm, tmp_path):
+def test_a_link_to_a_folder_outside(directory, http, llm, tmp_path):
     outside = make_adapter(tmp_path / "outside")
     (directory / "link").symlink_to(outside)
-    error = error_of(http.post("/v1/completions", {"model": "link", "prompt": "x"}))
+    error = error_in(http.post("/v1/completions", {"model": "link", "prompt": "x"}))
     assert (error["type"], error["param"]) == ("InvalidAdapter", "model")
     assert used(http, llm, "sql"), "the others go on"
 
@@ -89,11 +86,11 @@ def test_a_loaded_adapter_wins(directory, http, llm):
     assert http.get("/v1/models/sql").json()["root"] == "/other/sql"
 
 
-def test_what_was_found_can_be_pinned_and_reloaded(directory, http, llm):
+def test_found_adapters_can_be_pinned_and_reloaded(directory, http, llm):
     assert http.post("/v1/pin_lora_adapter", {"lora_name": "sql"}).status_code == 200
     assert llm.in_engine["sql"].pinned
     assert llm.in_engine["sql"].path == str(directory / "sql")
-    error_of(http.post("/v1/pin_lora_adapter", {"lora_name": "other"}), 404)
+    error_in(http.post("/v1/pin_lora_adapter", {"lora_name": "other"}), 404)
 
 
 def test_details_of_a_card(http, llm):
@@ -118,6 +115,6 @@ def test_a_plug_in_that_fails_concerns_its_names_only(http, llm, monkeypatch):
             return {}
 
     llm.sources = Broken()
-    assert error_of(http.post("/v1/completions", {"model": "x", "prompt": "a"}), 503)["message"] == "the store is down"
-    assert error_of(http.post("/v1/completions", {"model": "y", "prompt": "a"}))["message"] == "odd"
+    assert error_in(http.post("/v1/completions", {"model": "x", "prompt": "a"}), 503)["message"] == "the store is down"
+    assert error_in(http.post("/v1/completions", {"model": "y", "prompt": "a"}))["message"] == "odd"
     assert http.post("/v1/completions", {"model": "base", "prompt": "a"}).status_code == 200

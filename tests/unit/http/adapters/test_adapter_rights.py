@@ -1,4 +1,4 @@
-"""Who may load adapters over HTTP, and from where."""
+"""Rights to load adapters over HTTP, and their allowed sources."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 
 from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions
 from outrider.platform.core.errors import AdapterSourceError, EngineDeadError
+
+from ....error_answers import error_in
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADMIN_CALLS = [
@@ -24,12 +26,6 @@ def make_adapter(folder: Path) -> Path:
     return folder
 
 
-def error_of(response, status: int = 400) -> dict:
-    assert response.status_code == status, response.text
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-    return response.json()["error"]
-
-
 def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
@@ -43,7 +39,7 @@ def confined(make_http, tmp_path):
     return make_http(lora_roots=(str(root),), lora_sources=SourceOptions(max_adapter_bytes=1000))
 
 
-# --- who --------------------------------------------------------------------------------------------------------------
+# --- rights -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("path", "body"), ADMIN_CALLS)
@@ -60,7 +56,7 @@ def confined(make_http, tmp_path):
 )
 def test_only_an_admin_may(make_http, llm, path, body, api_keys, key, status):
     http = make_http(api_keys=api_keys, admin_api_keys=("admin", "other-admin"))
-    error = error_of(http.post(path, body, headers=bearer(key)), status)
+    error = error_in(http.post(path, body, headers=bearer(key)), status)
     assert error["type"] == ("PermissionDeniedError" if status == 403 else "AuthenticationError")
     assert not llm.in_engine
     assert not llm.calls
@@ -80,7 +76,7 @@ def test_without_admin_keys_every_client_may(make_http):
     path, body = ADMIN_CALLS[0]
     assert make_http().post(path, body).status_code == 200
     http = make_http(api_keys=("client",))
-    error_of(http.post(path, body), 401)
+    error_in(http.post(path, body), 401)
     assert http.post(path, body | {"lora_name": "y"}, headers=bearer("client")).status_code == 200
 
 
@@ -88,21 +84,21 @@ def test_the_right_is_checked_before_the_body_is_read(make_http):
     http = make_http(admin_api_keys=("admin",))
     for content in (b"{", b"[" * 100_000, b"\xff"):
         response = http.post("/v1/load_lora_adapter", content=content, headers={"Content-Type": "application/json"})
-        error_of(response, 403)
+        error_in(response, 403)
 
 
-def test_a_client_can_use_what_an_admin_has_loaded(make_http):
+def test_a_client_can_use_an_admins_adapter(make_http):
     http = make_http(admin_api_keys=("admin",))
     path, body = ADMIN_CALLS[0]
     http.post(path, body, headers=bearer("admin"))
     assert http.post("/v1/completions", {"model": "x", "prompt": "a"}).status_code == 200
 
 
-# --- from where -------------------------------------------------------------------------------------------------------
+# --- sources ----------------------------------------------------------------------------------------------------------
 
 
 def test_without_roots_no_folder_is_loaded(make_http, llm):
-    error = error_of(make_http(lora_roots=()).load_adapter("x", "/adapters/x"))
+    error = error_in(make_http(lora_roots=()).load_adapter("x", "/adapters/x"))
     assert (error["type"], error["param"]) == ("InvalidAdapter", "lora_path")
     assert "--lora-root" in error["message"]
     assert not llm.in_engine
@@ -116,7 +112,7 @@ def test_a_folder_in_a_root(confined, llm, tmp_path, monkeypatch):
         assert confined.load_adapter(name, str(path)).status_code == 200
         assert llm.adapters.requests[name].path == str(good.resolve()), "the real path: no link in it can be exchanged"
     assert confined.get("/v1/models/c").json()["root"] == f"file://{good}", "as it was written"
-    error_of(confined.load_adapter("e", "~/outside"))
+    error_in(confined.load_adapter("e", "~/outside"))
 
 
 def test_roots_that_are_implied(make_http, llm, tmp_path):
@@ -127,13 +123,13 @@ def test_roots_that_are_implied(make_http, llm, tmp_path):
     )  # fmt: skip
     for path in (modules, drafts, directory, modules.parent / "new"):
         assert http.load_adapter("x", str(path), load_inplace=True).status_code == 200
-    error_of(http.load_adapter("x", str(tmp_path), load_inplace=True))
+    error_in(http.load_adapter("x", str(tmp_path), load_inplace=True))
 
 
 def test_the_whole_disk_is_never_implied(make_http):
     http = make_http(lora_roots=(), lora_modules={"m": "/adapter"})
     assert http.load_adapter("x", "/adapter").status_code == 200
-    error_of(http.load_adapter("y", "/etc"))
+    error_in(http.load_adapter("y", "/etc"))
 
 
 @pytest.mark.parametrize("field", ["lora_path", "draft_path"])
@@ -153,7 +149,7 @@ def test_paths_that_leave(confined, llm, tmp_path, field, path):
     (root / "draft-link" / "draft").symlink_to(tmp_path / "outside")
     body = {"path": str(root / "good")} | ({"path": path.format(root=root)} if field == "lora_path" else {})
     extra = {"draft_path": path.format(root=root)} if field == "draft_path" else {}
-    error = error_of(confined.load_adapter("x", **body, **extra))
+    error = error_in(confined.load_adapter("x", **body, **extra))
     assert (error["type"], error["param"]) == ("InvalidAdapter", field)
     assert not llm.in_engine
 
@@ -168,14 +164,14 @@ def test_files_that_would_never_end(confined, llm, tmp_path):
     with open(sparse / WEIGHTS, "r+b") as file:
         file.truncate(1 << 40)
     for folder, words in ((pipe, "is a named pipe"), (device, "outside"), (sparse, "--max-lora-bytes")):
-        error = error_of(confined.load_adapter("x", str(folder)))
+        error = error_in(confined.load_adapter("x", str(folder)))
         assert error["param"] == "lora_path"
         assert words in error["message"]
     assert not llm.in_engine
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_what_is_exchanged_while_it_is_read_is_taken_back(confined, llm, tmp_path, monkeypatch, inplace):
+def test_files_swapped_during_a_read_are_unloaded(confined, llm, tmp_path, monkeypatch, inplace):
     good = tmp_path / "root" / "good"
     if inplace:
         assert confined.load_adapter("x", str(good)).status_code == 200
@@ -187,7 +183,7 @@ def test_what_is_exchanged_while_it_is_read_is_taken_back(confined, llm, tmp_pat
         return await load(request, **options)
 
     monkeypatch.setattr(llm.adapters, "load", load_while_it_changes)
-    error = error_of(confined.load_adapter("x", str(good), load_inplace=inplace))
+    error = error_in(confined.load_adapter("x", str(good), load_inplace=inplace))
     assert error["param"] == "lora_path"
     assert not llm.in_engine
     assert llm.calls[-1] == {"unload": "x", "mode": "abort"}
@@ -201,15 +197,15 @@ def test_other_sources_need_their_scheme(make_http, llm):
         assert llm.adapters.requests[name].path == source
         assert http.get(f"/v1/models/{name}").json()["root"] == source
     for source in ("gs://bucket/x", "http://169.254.169.254/x", "memory://x", "s3a://bucket/x"):
-        error = error_of(http.load_adapter("x", source))
+        error = error_in(http.load_adapter("x", source))
         assert error["param"] == "lora_path"
         assert f"--lora-remote {source.partition(':')[0]}" in error["message"]
-    error_of(make_http().load_adapter("x", "s3://bucket/x"))
-    error_of(http.load_adapter("x", "/adapters/x", draft_path="gs://bucket/x"))
+    error_in(make_http().load_adapter("x", "s3://bucket/x"))
+    error_in(http.load_adapter("x", "/adapters/x", draft_path="gs://bucket/x"))
 
 
-def test_a_chain_of_schemes_is_no_way_around(make_http, tmp_path, llm):
-    """What begins with an allowed scheme and ends elsewhere is refused by the resolver, before the engine hears it."""
+def test_chained_schemes_do_not_bypass_the_policy(make_http, tmp_path, llm):
+    """A URL with an allowed scheme that leads elsewhere is refused by the resolver, before the engine sees it."""
     llm.sources = AdapterSources(SourceOptions(cache_dir=str(tmp_path)))
 
     async def load(request, **options):
@@ -217,7 +213,7 @@ def test_a_chain_of_schemes_is_no_way_around(make_http, tmp_path, llm):
         raise AssertionError
 
     llm.adapters.load = load
-    error = error_of(make_http(lora_remote=("s3", "zip")).load_adapter("x", "zip://a::file:///etc"))
+    error = error_in(make_http(lora_remote=("s3", "zip")).load_adapter("x", "zip://a::file:///etc"))
     assert "chained" in error["message"]
 
 
@@ -237,7 +233,7 @@ def test_a_store_that_does_not_answer_is_a_503(make_http, llm):
 
     llm.adapters.load = load
     response = make_http(lora_remote=("s3",)).load_adapter("x", "s3://bucket/x")
-    assert (error_of(response, 503)["type"], response.headers["retry-after"]) == ("AdapterSourceError", "5")
+    assert (error_in(response, 503)["type"], response.headers["retry-after"]) == ("AdapterSourceError", "5")
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -247,7 +243,7 @@ def test_a_store_that_does_not_answer_is_a_503(make_http, llm):
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[1]", b'"x"', b"[" * 100_000, b'{"lora_name":' * 5000])
 def test_broken_bodies(http, path, content):
     response = http.post(path, content=content, headers={"Content-Type": "application/json"})
-    assert error_of(response)["type"] == "BadRequestError"
+    assert error_in(response)["type"] == "BadRequestError"
 
 
 DEEP: dict = {}
@@ -258,7 +254,7 @@ for _ in range(150):
 @pytest.mark.parametrize("path", [path for path, _ in ADMIN_CALLS])
 @pytest.mark.parametrize("value", [None, 5, True, ["x"], {"x": 1}, DEEP])
 def test_wrong_types(http, path, value):
-    error = error_of(
+    error = error_in(
         http.post(path, {"lora_path": "/a", "lora_name": value} if "/load" in path else {"lora_name": value})
     )
     assert error["param"] == "lora_name"
@@ -281,7 +277,7 @@ def test_wrong_types(http, path, value):
     ],
 )
 def test_wrong_fields(http, path, extra, param):
-    error = error_of(http.post(path, {"lora_name": "x", **extra}))
+    error = error_in(http.post(path, {"lora_name": "x", **extra}))
     assert error["param"] == param
     assert len(error["message"]) < 500
 
@@ -290,7 +286,7 @@ def test_wrong_fields(http, path, extra, param):
 def test_names_that_are_refused(http, name):
     body = f'{{"lora_path": "/a", "lora_name": "{name.encode("unicode_escape").decode()}"}}'.replace("\\x", "\\u00")
     response = http.post("/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"})
-    assert error_of(response)["param"] in ("lora_name", None)
+    assert error_in(response)["param"] in ("lora_name", None)
 
 
 def test_a_name_that_looks_like_a_sum_is_that_adapter(http, llm):
@@ -320,7 +316,7 @@ def test_pinning(http, llm):
     assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'x' unpinned successfully.")
     assert http.get("/v1/models/x").json()["pinned"] is False
     for path in ("/v1/pin_lora_adapter", "/v1/unpin_lora_adapter"):
-        error = error_of(http.post(path, {"lora_name": "nobody"}), 404)
+        error = error_in(http.post(path, {"lora_name": "nobody"}), 404)
         assert (error["type"], error["param"]) == ("NotFoundError", "lora_name")
 
 
@@ -332,8 +328,8 @@ def test_a_dead_engine(http, llm):
         setattr(llm.adapters, verb, dead)
     for path, body in ADMIN_CALLS:
         response = http.post(path, body)
-        assert error_of(response, 503)["type"] == "EngineDeadError"
+        assert error_in(response, 503)["type"] == "EngineDeadError"
         assert "retry-after" in response.headers
     llm.state = "restarting"
     for path, body in ADMIN_CALLS:
-        assert error_of(http.post(path, body), 503)["type"] == "ServiceUnavailableError"
+        assert error_in(http.post(path, body), 503)["type"] == "ServiceUnavailableError"

@@ -127,7 +127,7 @@ def test_servers_follow_each_other(url):
     asyncio.run(run())
 
 
-def test_what_cannot_be_loaded_stops_nothing_and_is_tried_again(url, caplog):
+def test_a_failed_load_stops_nothing_and_is_retried(url, caplog):
     async def run():
         async with running(url) as serving:
             for name, path in (("a", "/a"), ("bad", "/broken"), ("c", "/c")):
@@ -137,7 +137,7 @@ def test_what_cannot_be_loaded_stops_nothing_and_is_tried_again(url, caplog):
             assert names(serving) == {"a", "c"}
             await serving.adapter_sync.remember(adapter("d"), None)
             await asyncio.sleep(0.4)  # some looks
-            assert len([r for r in caplog.records if "'bad'" in r.getMessage()]) == 1, "it is told once"
+            assert len([r for r in caplog.records if "'bad'" in r.getMessage()]) == 1, "it is logged once"
             await serving.adapter_sync.remember(adapter("bad", path="/repaired"), None)
             assert await serving.adapter_sync.forget("", "bad")
 
@@ -160,7 +160,7 @@ def test_the_command_line_is_stronger(url, caplog):
     asyncio.run(run())
 
 
-def test_what_failed_because_the_engine_was_away_is_tried_again_by_itself(url, monkeypatch):
+def test_loads_that_failed_during_a_restart_are_retried(url, monkeypatch):
     monkeypatch.setattr(database_sync, "RETRY_SECONDS", 0.01)
 
     async def run():

@@ -1,4 +1,4 @@
-"""The list of models comes from what the API process knows: the engine is asked seldom, and never for names."""
+"""The list of models comes from the API process: the engine is asked seldom, and never for names."""
 
 import asyncio
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_changes_made_here_are_seen_at_once(llm):
         await models.set_pinned("y", True)
         await models.unload("z")
         shown = await cards(models)
-        assert (list(shown), shown["y"]["pinned"]) == (["base", "y"], True), "nobody else is needed for these"
+        assert (list(shown), shown["y"]["pinned"]) == (["base", "y"], True), "no engine call is needed for these"
         assert engine.asked
 
     run(scenario())

@@ -74,7 +74,7 @@ def test_draft_weights(http, llm):
         assert "draft_path" in response.text
 
 
-def test_draft_weights_are_what_the_engine_says_now(http, llm, monkeypatch):
+def test_draft_weights_are_those_reported_by_the_engine(http, llm, monkeypatch):
     """It may have read the files again, after a restart or because they were out of memory."""
     monkeypatch.setattr(registry_module, "MAX_AGE", 0.0)
     http.load_adapter("x", draft_path="/drafts")

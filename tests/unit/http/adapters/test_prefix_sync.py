@@ -1,4 +1,4 @@
-"""Shared prefixes are cut up beside the event loop, and the last declaration counts."""
+"""Shared prefixes are tokenized off the event loop, and the last declaration counts."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from ..conftest import INFO, CharTokenizer
 
 
 class Directory:
-    """Tells what it is told."""
+    """A directory that publishes on command."""
 
     def __init__(self) -> None:
         self.revision = 0
@@ -33,7 +33,7 @@ class Directory:
 
 
 class Cutter:
-    """Stands in for `SharedPrefixes`: takes until it is told to end."""
+    """Stands in for `SharedPrefixes`: runs until released."""
 
     def __init__(self, monkeypatch) -> None:
         self.may_end = threading.Event()
@@ -84,7 +84,7 @@ def test_the_loop_goes_on_and_the_last_one_counts(llm, monkeypatch):
         assert not applied.done(), "an answer said that it counts before it did"
         cutter.may_end.set()
         await asyncio.gather(starting, applied)
-        assert cutter.began == [[], ["first", "second"]], "what nobody wants any more is left out"
+        assert cutter.began == [[], ["first", "second"]], "superseded declarations are skipped"
         assert llm.input_processor.shared_prefixes == ["first", "second"]
         await follower.close()
 
@@ -108,7 +108,7 @@ def test_other_changes_of_the_directory_cost_nothing(llm, monkeypatch):
     run(scenario())
 
 
-def test_a_failure_is_told_and_the_next_change_is_taken(llm, monkeypatch, caplog):
+def test_a_failure_is_logged_and_the_next_change_applied(llm, monkeypatch, caplog):
     cutter = Cutter(monkeypatch)
     cutter.may_end.set()
 

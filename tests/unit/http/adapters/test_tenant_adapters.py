@@ -1,4 +1,4 @@
-"""A tenant's own adapters: who lists, uses, loads and unloads which, and under what names."""
+"""A tenant's own adapters: rights to list, use, load and unload them, and their names."""
 
 import asyncio
 from dataclasses import replace
@@ -13,6 +13,8 @@ from outrider.platform.core.messages import AdapterInfo
 from outrider.platform.http.app import create_app
 from outrider.platform.http.server_config import ServerConfig
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
+
+from ....error_answers import error_in
 
 INFERENCE = frozenset({"inference"})
 PEOPLE = {
@@ -57,11 +59,6 @@ class Client:
 
     def names(self):
         return [card["id"] for card in self.get("/v1/models").json()["data"]]
-
-
-def error_of(response, status):
-    assert response.status_code == status, response.text
-    return response.json()["error"]
 
 
 @pytest.fixture
@@ -123,12 +120,12 @@ def test_the_engines_name_is_no_name_for_anybody(people):
     for who in PEOPLE:
         client = getattr(people, who)
         for name in (engine_name("acme", "own"), f"base:{engine_name('acme', 'own')}", f"{MARK}acme{MARK}own:0.5"):
-            error_of(client.use(name), 404)
-        error_of(client.use("base", adapters=[engine_name("acme", "own")]), 404)
+            error_in(client.use(name), 404)
+        error_in(client.use("base", adapters=[engine_name("acme", "own")]), 404)
     for call, status in (("unload", 404), ("load", 400)):
-        error_of(getattr(people.operator, call)(engine_name("acme", "own")), status)
+        error_in(getattr(people.operator, call)(engine_name("acme", "own")), status)
     for path in ("/v1/pin_lora_adapter", "/v1/unpin_lora_adapter"):
-        error_of(people.operator.post(path, {"lora_name": engine_name("acme", "own")}), 404)
+        error_in(people.operator.post(path, {"lora_name": engine_name("acme", "own")}), 404)
     assert engine_name("acme", "own") in people.llm.in_engine
 
 
@@ -151,22 +148,22 @@ def test_admins_use_any_by_tenant_and_name(people):
     people.acme.load("own")
     assert used(people, "admin", "acme/own")[0].name == engine_name("acme", "own")
     assert used(people, "operator", "acme/own:0.5+sql")[0].label == f"{engine_name('acme', 'own')}+sql"
-    error_of(people.acme.use("acme/own"), 404)
-    error_of(people.admin.use("acme/nothing"), 404)
+    error_in(people.acme.use("acme/own"), 404)
+    error_in(people.admin.use("acme/nothing"), 404)
 
 
-def test_mixes_are_of_what_is_visible_and_say_plain_names(people):
+def test_mixes_have_visible_parts_and_plain_names(people):
     people.acme.load("own")
     people.globex.load("secret")
     lora, model = used(people, "acme", "base", adapters=[{"name": "own", "weight": 0.5}, "sql"])
     assert model == "own:0.5+sql:1.0"
     assert {part.request.name for part in lora.parts} == {engine_name("acme", "own"), "sql"}
     for body in ({"model": "own+secret"}, {"model": "base", "adapters": ["own", "secret"]}, {"model": "+secret:0.5"}):
-        error_of(people.acme.post("/v1/completions", {"prompt": "x", **body}), 404)
+        error_in(people.acme.post("/v1/completions", {"prompt": "x", **body}), 404)
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_a_foreign_adapter_is_answered_as_an_unknown_one(people, route):
+def test_another_tenants_adapter_is_answered_as_unknown(people, route):
     people.globex.load("secret")
     body = {
         "/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
@@ -182,7 +179,7 @@ def test_a_foreign_adapter_is_answered_as_an_unknown_one(people, route):
         assert answer(foreign)[0] == 404
 
 
-def test_so_are_cards_and_unloading(people):
+def test_cards_and_unloading_treat_other_tenants_adapters_as_unknown(people):
     people.globex.load("secret")
     calls = len(people.llm.calls)
     answers = []
@@ -199,10 +196,10 @@ def test_so_are_cards_and_unloading(people):
 def test_a_name_that_another_tenant_has_is_free(people):
     people.globex.load("secret")
     assert people.acme.load("secret").status_code == 200
-    assert "already" in error_of(people.acme.load("secret"), 400)["message"]
+    assert "already" in error_in(people.acme.load("secret"), 400)["message"]
 
 
-def test_cards_of_shared_adapters_say_nothing_of_others_requests(people):
+def test_cards_of_shared_adapters_hide_other_tenants_requests(people):
     people.llm.in_engine["sql"] = replace(people.llm.in_engine["sql"], num_running=3, num_waiting=1)
     card = people.acme.get("/v1/models/sql").json()
     assert not card.keys() & {"num_running", "num_waiting", "tier", "rows", "load_seconds"}
@@ -232,8 +229,8 @@ def test_a_keys_list_holds_for_all_names(people):
     for name in ("own", "support"):
         unknown = people.picky.use("nobody").text
         assert people.picky.use(name).text == unknown.replace("nobody", name)
-        error_of(people.picky.unload(name), 404)
-    assert error_of(people.picky.load("other"), 403)["param"] == "lora_name"
+        error_in(people.picky.unload(name), 404)
+    assert error_in(people.picky.load("other"), 403)["param"] == "lora_name"
     assert people.picky.load("sql").status_code == 200
 
 
@@ -241,14 +238,14 @@ def test_a_tenants_list_is_about_shared_ones(people):
     assert people.bound.load("own").status_code == 200
     assert people.bound.names() == ["base", "sql", "own"]
     used(people, "bound", "own")
-    error_of(people.bound.use("support"), 404)
-    error_of(people.bound.use("support+sql"), 404)
+    error_in(people.bound.use("support"), 404)
+    error_in(people.bound.use("support+sql"), 404)
 
 
 def test_max_adapters(people):
     assert people.acme.load("a").status_code == 200
     assert people.acme.load("b", "y").status_code == 200
-    error = error_of(people.acme.load("c", "z"), 400)
+    error = error_in(people.acme.load("c", "z"), 400)
     assert (error["type"], error["param"]) == ("InvalidUserInput", "lora_name")
     assert "2 adapters" in error["message"]
     assert people.acme.load("b", "z", load_inplace=True).status_code == 200
@@ -273,12 +270,12 @@ def test_max_adapters_counts_loads_that_are_in_flight(people):
 
 
 def test_who_may_not(people):
-    assert error_of(people.poor.load("x"), 403)["type"] == "PermissionDeniedError"
-    error_of(people.poor.unload("sql"), 403)
-    assert error_of(people.acme.load("x", pinned=True), 403)["param"] == "pinned"
+    assert error_in(people.poor.load("x"), 403)["type"] == "PermissionDeniedError"
+    error_in(people.poor.unload("sql"), 403)
+    assert error_in(people.acme.load("x", pinned=True), 403)["param"] == "pinned"
     for path in ("/v1/pin_lora_adapter", "/v1/unpin_lora_adapter"):
-        error_of(people.acme.post(path, {"lora_name": "sql"}), 403)
-    error_of(people.acme.unload("sql"), 404)
+        error_in(people.acme.post(path, {"lora_name": "sql"}), 403)
+    error_in(people.acme.unload("sql"), 404)
     assert "sql" in people.poor.names()
 
 
@@ -287,7 +284,7 @@ def test_only_admins_name_tenants(people):
         answers = [people.acme.load("x", tenant=tenant), people.acme.unload("x", tenant=tenant)]
         assert [(r.status_code, r.json()["error"]["param"]) for r in answers] == [(403, "tenant")] * 2
     assert people.acme.load("x", tenant="acme").status_code == 200
-    assert error_of(people.operator.load("x", tenant="nobody"), 404)["param"] == "tenant"
+    assert error_in(people.operator.load("x", tenant="nobody"), 404)["param"] == "tenant"
 
 
 def test_an_admin_acts_for_a_tenant(people, root):
@@ -298,14 +295,14 @@ def test_an_admin_acts_for_a_tenant(people, root):
     response = people.admin.post("/v1/unpin_lora_adapter", {"lora_name": "given", "tenant": "acme"})
     assert response.text == "Success: LoRA adapter 'given' unpinned successfully."
     assert people.acme.get("/v1/models/given").json()["pinned"] is False
-    error_of(people.admin.unload("given"), 404)
+    error_in(people.admin.unload("given"), 404)
     assert people.admin.unload("given", tenant="acme").status_code == 200
     assert "given" not in people.acme.names()
 
 
 def test_a_servers_own_tenant_field_needs_tenants(http):
     response = http.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/x", "tenant": "acme"})
-    assert error_of(response, 404)["param"] == "tenant"
+    assert error_in(response, 404)["param"] == "tenant"
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -330,7 +327,7 @@ def test_and_from_nowhere_else(people, root, path):
     path = path.format(root=root)
     for field in ("lora_path", "draft_path"):
         extra = {"path": "x", "draft_path": path} if field == "draft_path" else {"path": path}
-        error = error_of(people.acme.load("a", **extra), 400)
+        error = error_in(people.acme.load("a", **extra), 400)
         assert (error["type"], error["param"]) == ("InvalidAdapter", field)
         assert "outside this tenant's folder" in error["message"]
         assert len(error["message"]) < 400
@@ -340,10 +337,10 @@ def test_and_from_nowhere_else(people, root, path):
 def test_without_a_root_tenants_load_nothing(make_http, people):
     config = ServerConfig(served_model_names=("base",))
     people.http.app = create_app(people.llm, config, authenticator=People())
-    error_of(people.acme.load("a", "x"), 400)
+    error_in(people.acme.load("a", "x"), 400)
 
 
-def test_what_is_exchanged_while_it_is_read_is_taken_back(people, root, monkeypatch):
+def test_files_swapped_during_a_read_are_unloaded(people, root, monkeypatch):
     load = people.llm.adapters.load
 
     async def load_while_it_changes(request, **options):
@@ -352,28 +349,28 @@ def test_what_is_exchanged_while_it_is_read_is_taken_back(people, root, monkeypa
         return await load(request, **options)
 
     monkeypatch.setattr(people.llm.adapters, "load", load_while_it_changes)
-    assert error_of(people.acme.load("a"), 400)["param"] == "lora_path"
+    assert error_in(people.acme.load("a"), 400)["param"] == "lora_path"
     assert people.llm.calls[-1] == {"unload": engine_name("acme", "a"), "mode": "abort"}
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_errors_of_the_engine_say_plain_names(people):
+def test_errors_of_the_engine_have_plain_names(people):
     people.acme.load("own")
     name = engine_name("acme", "own")
     people.llm.error, people.llm.fail_after = AdapterError(f"the files of adapter '{name}' changed: {name!r}"), 0
-    assert error_of(people.acme.use("own"), 400)["message"] == "the files of adapter 'own' changed: 'own'"
+    assert error_in(people.acme.use("own"), 400)["message"] == "the files of adapter 'own' changed: 'own'"
     response = people.acme.post("/v1/completions", {"model": "own", "prompt": "x", "stream": True})
     assert "x1f" not in response.text
     assert "adapter 'own'" in response.text
 
 
-def test_one_that_the_engine_lost_is_unloaded_all_the_same(people):
+def test_an_adapter_that_the_engine_lost_can_be_unloaded(people):
     people.acme.load("own")
     del people.llm.in_engine[engine_name("acme", "own")]
     assert people.acme.unload("own").status_code == 200
-    error_of(people.acme.unload("own"), 404)
+    error_in(people.acme.unload("own"), 404)
 
 
 def test_discovering_names_never_means_a_tenants_own(people, monkeypatch):
@@ -392,4 +389,4 @@ def test_discovering_names_never_means_a_tenants_own(people, monkeypatch):
     assert not any(MARK in name for name in asked)
     people.llm.in_engine["anything"] = AdapterInfo("anything", "/found", "", 0, 0, "disk")
     assert asyncio.run(people.http.app.state.serving.models.refresh()) is None
-    error_of(people.picky.use("anything"), 404)
+    error_in(people.picky.use("anything"), 404)

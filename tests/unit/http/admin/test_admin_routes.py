@@ -1,4 +1,4 @@
-"""`/admin/v1`: who may, what it says, what it writes down."""
+"""`/admin/v1`: rights, answers and audit entries."""
 
 import asyncio
 import csv
@@ -91,7 +91,7 @@ def acme(server) -> dict:
     return server.ok("POST", "/tenants", {"name": "acme", "weight": 2, "limits": limits, "max_adapters": 3}, 201)
 
 
-# --- who ---
+# --- rights ---
 
 
 def test_only_admins(server, acme):
@@ -129,7 +129,7 @@ def test_without_a_database_there_is_nothing(http):
         assert "--database" in response.json()["error"]["message"]
 
 
-def test_without_a_database_strangers_are_not_even_told_that(make_http):
+def test_without_a_database_admin_routes_need_a_key_too(make_http):
     http = make_http(api_keys=("user",), admin_api_keys=("admin",))
     for key, status in (("", 401), ("user", 403), ("admin", 404)):
         assert http.get("/admin/v1/tenants", headers={"Authorization": f"Bearer {key}"}).status_code == status

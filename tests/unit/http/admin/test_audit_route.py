@@ -1,4 +1,4 @@
-"""`/admin/v1/audit`: what was changed over HTTP, by whom."""
+"""`/admin/v1/audit`: changes over HTTP and their authors."""
 
 import asyncio
 import csv
@@ -73,7 +73,7 @@ def test_an_adapter_that_is_loaded_stays_so_when_the_record_fails(server, monkey
 
 
 def test_a_load_is_remembered_with_its_files(server, tmp_path):
-    """By which the other servers of the database, and this one when it starts again, tell them from later ones."""
+    """By these, all servers of the database distinguish them from later ones, also after a restart."""
     folder = tmp_path / "x"
     folder.mkdir()
     digests = []

@@ -318,7 +318,7 @@ def test_models_in_anthropics_form(http, make_http):
         assert error["param"] == next(iter(query))
 
 
-def test_a_text_far_too_long_is_told_in_the_same_words(http):
+def test_a_far_too_long_text_has_the_same_error(http):
     messages = [{"role": "user", "content": "word " * 20_000}]
     error = error_of(create(http, messages=messages), 400, "invalid_request_error")
     found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])

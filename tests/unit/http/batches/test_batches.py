@@ -160,7 +160,7 @@ def test_lists_have_pages(site):
     site.run(work)
 
 
-def test_cancel_keeps_what_is_finished(site):
+def test_cancel_keeps_finished_lines(site):
     async def work(api):
         batch = await api.begin("\n".join(line(str(i)) for i in range(50)))
         await api.until(batch["id"], lambda b: b["request_counts"]["completed"] >= 2)

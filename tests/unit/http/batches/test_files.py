@@ -65,7 +65,7 @@ def test_expiry(site):
     site.run(work)
 
 
-def test_what_a_killed_server_left_is_swept(site):
+def test_leftovers_of_a_killed_server_are_removed(site):
     async def work(api):
         files = api.app.state.serving.batches.files
         file = await api.upload(b"a")
@@ -207,10 +207,10 @@ def test_concurrent_uploads_share_the_quota(site):
         statuses = await asyncio.gather(*(upload() for _ in range(6)))
         assert 400 in statuses
         files = api.app.state.serving.batches.files
-        assert sum(file.bytes for file in files.all_of("")) <= 3500
+        assert sum(file.bytes for file in files.list_files("")) <= 3500
         await asyncio.sleep(0.05)
         assert not on_disk(site, "*.part")
-        for file in files.all_of(""):
+        for file in files.list_files(""):
             await api.call("DELETE", f"/v1/files/{file.id}")
         assert await upload() == 200, "those that were refused count no more"
 

@@ -19,7 +19,7 @@ def lines() -> str:
 
 
 def stats(folder):
-    """What changes when anything in a folder does."""
+    """A fingerprint of a folder."""
     return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path in folder.rglob("*") for stat in [path.stat()]}
 
 
@@ -37,7 +37,7 @@ async def check_all(api, batch_id: str) -> None:
 
 @pytest.mark.slow
 def test_a_copy_of_any_moment_goes_on(site, tmp_path):
-    """What `kill -9` leaves on disk is what a copy of the folder has."""
+    """A copy of the folder equals the disk after `kill -9`."""
     copies = []
 
     async def first(api):

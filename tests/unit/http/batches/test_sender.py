@@ -42,7 +42,7 @@ class Refusing:
         (400, "BadRequestError", 1),
     ],
 )
-def test_what_says_nothing_about_the_request_is_tried_again(status, kind, tries):
+def test_errors_unrelated_to_the_request_are_retried(status, kind, tries):
     async def main():
         app = Refusing(status, kind, 20)
         async with Sender(app) as sender:

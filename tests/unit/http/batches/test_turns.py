@@ -58,7 +58,7 @@ def test_no_line_while_the_engine_has_no_seat():
     run(scenario)
 
 
-def test_half_of_a_tenants_places_are_left_and_nobody_else_waits():
+def test_batch_lines_leave_half_of_a_tenants_slots():
     async def scenario(server):
         server.full = {"acme"}
         lines = [asyncio.create_task(server.line(who)) for who in (ACME, BOUND, BOUND, BOUND, OTHER)]
@@ -71,7 +71,7 @@ def test_half_of_a_tenants_places_are_left_and_nobody_else_waits():
     run(scenario)
 
 
-def test_who_is_cancelled_leaves_the_turn():
+def test_a_cancelled_line_leaves_the_turn():
     async def scenario(server):
         first, second = (asyncio.create_task(server.line(ACME)) for _ in range(2))
         await asyncio.sleep(0.05)

@@ -1,20 +1,13 @@
-"""Everything that is wrong with a request is told in one shape."""
+"""Every error of a request has one shape."""
 
 import pytest
 
 from outrider.platform.core.errors import AdapterError, EngineDeadError, OverloadedError, ShuttingDownError
 
+from ....error_answers import error_in
+
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "base", "prompt": "hi"}
-
-
-def error_of(response, status: int) -> dict:
-    assert response.status_code == status, response.text
-    assert set(response.json()) == {"error"}
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    return error
 
 
 @pytest.mark.parametrize(
@@ -41,7 +34,7 @@ def error_of(response, status: int) -> dict:
 )  # fmt: skip
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
 def test_wrong_values_are_named(http, path, body, field, value):
-    error = error_of(http.post(path, body | {field: value}), 400)
+    error = error_in(http.post(path, body | {field: value}), 400)
     assert error["param"].partition("[")[0] == field  # or the place inside it, as in "stop[0]"
     assert error["type"] in ("BadRequestError", "ContextLengthExceeded")
     assert field in error["message"]
@@ -69,27 +62,27 @@ def test_wrong_values_are_named(http, path, body, field, value):
     ],
 )
 def test_wrong_values_of_one_route(http, path, body, field, value):
-    assert error_of(http.post(path, body | {field: value}), 400)["param"] == field
+    assert error_in(http.post(path, body | {field: value}), 400)["param"] == field
 
 
 def test_too_many_top_logprobs_are_named(http):
-    error = error_of(http.post("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 6}), 400)
+    error = error_in(http.post("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 6}), 400)
     assert error["param"] == "top_logprobs"
 
 
 def test_missing_fields_are_named(http):
-    assert error_of(http.post("/v1/completions", {"model": "base"}), 400)["param"] == "prompt"
-    assert error_of(http.post("/v1/chat/completions", {"model": "base"}), 400)["param"] == "messages"
+    assert error_in(http.post("/v1/completions", {"model": "base"}), 400)["param"] == "prompt"
+    assert error_in(http.post("/v1/chat/completions", {"model": "base"}), 400)["param"] == "messages"
 
 
 def test_stream_options_are_checked(http):
     body = COMPLETION | {"stream": True, "stream_options": {"include_usage": "maybe"}}
-    assert error_of(http.post("/v1/completions", body), 400)["param"] == "stream_options.include_usage"
+    assert error_in(http.post("/v1/completions", body), 400)["param"] == "stream_options.include_usage"
 
 
 def test_stream_refuses_prompt_logprobs(http):
     body = COMPLETION | {"stream": True, "prompt_logprobs": 1}
-    assert error_of(http.post("/v1/completions", body), 400)["param"] == "prompt_logprobs"
+    assert error_in(http.post("/v1/completions", body), 400)["param"] == "prompt_logprobs"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +95,7 @@ def test_stream_refuses_prompt_logprobs(http):
 )
 def test_conversation_too_long_in_openais_words(http, content, extra, param, figures):
     messages = [{"role": "user", "content": content}]
-    error = error_of(http.post("/v1/chat/completions", {"messages": messages, **extra}), 400)
+    error = error_in(http.post("/v1/chat/completions", {"messages": messages, **extra}), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert error["message"].startswith("This model's maximum context length is 64 tokens. However, ")
     assert figures in error["message"]
@@ -111,7 +104,7 @@ def test_conversation_too_long_in_openais_words(http, content, extra, param, fig
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["x" * 64, ["ok", "x" * 64]])
 def test_prompt_too_long(http, llm, prompt, stream):
-    error = error_of(http.post("/v1/completions", {"prompt": prompt, "stream": stream}), 400)
+    error = error_in(http.post("/v1/completions", {"prompt": prompt, "stream": stream}), 400)
     assert error["type"] == "ContextLengthExceeded"
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "prompt"
@@ -122,14 +115,14 @@ def test_prompt_too_long(http, llm, prompt, stream):
 @pytest.mark.parametrize("bad", ["x" * 64, "x" * 30_000, [5] * 64, [999]])
 def test_no_prompt_of_a_batch_starts_when_one_is_refused(http, llm, bad):
     prompts = ["ok", bad] if isinstance(bad, str) else [[5], bad]
-    error = error_of(http.post("/v1/completions", {"prompt": prompts, "stream": True, "max_tokens": 3}), 400)
+    error = error_in(http.post("/v1/completions", {"prompt": prompts, "stream": True, "max_tokens": 3}), 400)
     assert error["param"] == "prompt"
     assert not llm.calls
 
 
 def test_max_tokens_must_fit_every_prompt_of_a_batch(http, llm):
     body = {"prompt": [[5], [5] * 60], "max_tokens": 10, "stream": True}
-    error = error_of(http.post("/v1/completions", body), 400)
+    error = error_in(http.post("/v1/completions", body), 400)
     assert (error["type"], error["param"]) == ("ContextLengthExceeded", "max_tokens")
     assert not llm.calls
 
@@ -138,7 +131,7 @@ def test_max_tokens_must_fit_every_prompt_of_a_batch(http, llm):
     ("prompt", "n", "param"), [(["a"] * 1025, 1, "prompt"), (["a"] * 9, 114, "n"), ([[5]] * 513, 2, "n")]
 )
 def test_too_many_sequences(http, llm, prompt, n, param):
-    error = error_of(http.post("/v1/completions", {"prompt": prompt, "n": n}), 400)
+    error = error_in(http.post("/v1/completions", {"prompt": prompt, "n": n}), 400)
     assert error["param"] == param
     assert error["message"].startswith(param)
     assert "at most 1024" in error["message"]
@@ -147,7 +140,7 @@ def test_too_many_sequences(http, llm, prompt, n, param):
 
 def test_too_many_bad_words_for_a_batch(http, llm):
     body = {"prompt": ["a"] * 1024, "bad_words": [f"w{i}" for i in range(5)]}
-    assert error_of(http.post("/v1/completions", body), 400)["param"] == "bad_words"
+    assert error_in(http.post("/v1/completions", body), 400)["param"] == "bad_words"
     assert not llm.calls
 
 
@@ -180,31 +173,31 @@ def test_long_input_is_not_repeated(http, path, body, status):
 )  # fmt: skip
 def test_bodies_that_are_no_json_object(http, content):
     response = http.request("POST", "/v1/completions", content=content, headers={"Content-Type": "application/json"})
-    assert error_of(response, 400)["type"] == "BadRequestError"
+    assert error_in(response, 400)["type"] == "BadRequestError"
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_other_content_types_are_refused(http, kind):
     response = http.request("POST", "/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": kind})
-    assert "Content-Type" in error_of(response, 400)["message"]
+    assert "Content-Type" in error_in(response, 400)["message"]
 
 
 def test_body_too_large(make_http):
     http = make_http(max_body_bytes=100)
-    assert error_of(http.post("/v1/completions", {"prompt": "x" * 100}), 413)["type"] == "RequestTooLarge"
+    assert error_in(http.post("/v1/completions", {"prompt": "x" * 100}), 413)["type"] == "RequestTooLarge"
 
     async def chunks():
         for _ in range(10):
             yield b" " * 20
 
     headers = {"Content-Type": "application/json"}  # and no length
-    error_of(http.request("POST", "/v1/completions", content=chunks(), headers=headers), 413)
+    error_in(http.request("POST", "/v1/completions", content=chunks(), headers=headers), 413)
 
 
 @pytest.mark.parametrize("model", ["nobody", "base:nobody", "nobody:base", ""])
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
 def test_unknown_model(http, path, body, model):
-    error = error_of(http.post(path, body | {"model": model}), 404)
+    error = error_in(http.post(path, body | {"model": model}), 404)
     assert error["type"] == "NotFoundError"
     assert error["code"] == "model_not_found"
     assert error["param"] == "model"
@@ -214,22 +207,22 @@ def test_unknown_model(http, path, body, model):
     "path", ["/v1/responses/compact", "/v1/conversations/x", "/v1/complete", "/v1/audio/speech", "/pooling"]
 )
 def test_routes_that_are_to_come(http, path):
-    error = error_of(http.post(path, {}), 501)
+    error = error_in(http.post(path, {}), 501)
     assert error["type"] == "NotImplementedError"
     assert path in error["message"]
 
 
 def test_models_without_labels_do_not_classify(http):
-    assert "no score matrix" in error_of(http.post("/classify", {"input": ["a", "b"]}), 400)["message"]
+    assert "no score matrix" in error_in(http.post("/classify", {"input": ["a", "b"]}), 400)["message"]
     for field, value in (("input", []), ("activation", False), ("truncate_prompt_tokens", 3)):
-        assert error_of(http.post("/classify", {"input": "a", field: value}), 400)["param"] == field
+        assert error_in(http.post("/classify", {"input": "a", field: value}), 400)["param"] == field
 
 
 def test_unknown_route_and_method(http):
     for path in ("/v1/nothing", "/v1/responses2"):
-        assert error_of(http.get(path), 404)["type"] == "NotFoundError"
+        assert error_in(http.get(path), 404)["type"] == "NotFoundError"
     response = http.get("/v1/completions")
-    assert error_of(response, 405)["type"] == "MethodNotAllowed"
+    assert error_in(response, 405)["type"] == "MethodNotAllowed"
     assert "POST" in response.headers["allow"]
 
 
@@ -244,7 +237,7 @@ def test_keys(make_http):
         posts = [("POST", f"/{name}") for name in "tokenize detokenize score rerank v2/rerank classify".split()]
         for method, path in (("GET", "/v1/models"), ("GET", "/v1/x"), *posts):
             response = http.request(method, path, headers=headers)
-            error = error_of(response, 401)
+            error = error_in(response, 401)
             assert error["type"] == "AuthenticationError"
             assert error["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
@@ -259,7 +252,7 @@ def test_keys(make_http):
 def test_busy_engine_is_a_503_with_retry_after(http, llm, error, stream):
     llm.fail_after, llm.error = 0, error
     response = http.post("/v1/completions", COMPLETION | {"stream": stream})
-    assert error_of(response, 503)["type"] == type(error).type
+    assert error_in(response, 503)["type"] == type(error).type
     assert int(response.headers["retry-after"]) >= 1
 
 
@@ -268,18 +261,18 @@ def test_no_engine_is_a_503(http, llm, state):
     llm.state = state
     response = http.post("/v1/completions", COMPLETION)
     kind = "ServiceUnavailableError" if state.endswith("starting") else "ShuttingDownError"
-    assert error_of(response, 503)["type"] == kind
+    assert error_in(response, 503)["type"] == kind
     assert "retry-after" in response.headers
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("secret"), None])
 @pytest.mark.parametrize("stream", [False, True])
-def test_unexpected_errors_tell_nothing(http, llm, failure, stream):
+def test_unexpected_errors_reveal_nothing(http, llm, failure, stream):
     llm.fail_after = 0
     if failure is not None:
         llm.error = failure
     response = http.post("/v1/completions", COMPLETION | {"stream": stream})
-    error = error_of(response, 500)
+    error = error_in(response, 500)
     assert error["type"] == "InternalServerError"
     assert "secret" not in response.text
     assert "boom" not in response.text
@@ -303,6 +296,6 @@ def test_errors_in_the_middle_of_a_stream_are_an_event(http, llm, failure, kind)
 def test_an_adapters_error_fails_its_request_alone(http, llm):
     http.load_adapter("sql")
     llm.fail_after, llm.error = 0, AdapterError("rank 64 is above the limit", param="lora_request")
-    assert error_of(http.post("/v1/completions", COMPLETION | {"model": "sql"}), 400)["type"] == "InvalidAdapter"
+    assert error_in(http.post("/v1/completions", COMPLETION | {"model": "sql"}), 400)["type"] == "InvalidAdapter"
     llm.fail_after = None
     assert http.post("/v1/completions", COMPLETION).status_code == 200

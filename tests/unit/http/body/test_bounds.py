@@ -1,4 +1,4 @@
-"""Bounds of request bodies are checked before work is done on them; what is within them is served."""
+"""Bounds of request bodies are checked before work is done on them; bodies within them are served."""
 
 import asyncio
 import gc
@@ -18,12 +18,9 @@ from outrider.platform.http.body.lenient import adapt
 from outrider.platform.http.openai.logprobs import pack, unpack
 from outrider.platform.http.openai.protocol import ChatCompletionRequest, CompletionRequest
 
+from ....error_answers import error_in
+
 COMPLETION = {"prompt": "Hi", "max_tokens": 3}
-
-
-def error_of(response) -> dict[str, Any]:
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
 
 
 def count_values(value: Any) -> int:
@@ -40,7 +37,7 @@ def test_depth_is_bounded_in_bodies_of_all_sizes(http, nested, size):
     """The body itself is a level."""
     fits = {"metadata": nested(MAX_DEPTH - 1)} | COMPLETION | ({"chat": "x" * size} if size else {})
     assert http.post("/v1/completions", fits).status_code == 200
-    error = error_of(http.post("/v1/completions", fits | {"metadata": nested(MAX_DEPTH)}))
+    error = error_in(http.post("/v1/completions", fits | {"metadata": nested(MAX_DEPTH)}))
     assert f"nested more than {MAX_DEPTH} levels deep" in error["message"]
 
 
@@ -79,7 +76,7 @@ def test_values_are_counted_whatever_the_strings_hold(seed):
     ],
 )
 def test_the_shape_is_bounded(http, llm, value, words):
-    error = error_of(http.post("/v1/completions", COMPLETION | {"prompt": value}))
+    error = error_in(http.post("/v1/completions", COMPLETION | {"prompt": value}))
     assert error["param"] == "prompt"
     assert words in error["message"]
     assert not llm.calls
@@ -87,7 +84,7 @@ def test_the_shape_is_bounded(http, llm, value, words):
 
 def test_longer_contexts_have_room_for_more_values(http, llm):
     body = {"tokens": [5] * 300_000}
-    assert error_of(http.post("/detokenize", body))["message"].startswith("tokens has more than")
+    assert error_in(http.post("/detokenize", body))["message"].startswith("tokens has more than")
     llm.info = replace(llm.info, max_model_len=100_000)
     assert http.post("/detokenize", body).status_code == 200
 
@@ -104,7 +101,7 @@ def test_each_row_of_the_table(http, llm, name):
             else ["a" * (size + 1), ["a" * (size + (items or 0))], {"a": "b" * (size + (items or 0))}]
         ),
     ):
-        error = error_of(http.post("/v1/chat/completions", chat | {name: value}))
+        error = error_in(http.post("/v1/chat/completions", chat | {name: value}))
         assert error["param"] == name
         assert str(items) in error["message"] or str(size) in error["message"]
         assert len(error["message"]) < 200
@@ -121,7 +118,7 @@ def test_each_row_of_the_table(http, llm, name):
     ],
 )
 def test_fields_without_a_row_are_bounded_too(http, llm, path, body, param):
-    error = error_of(http.post(path, body))
+    error = error_in(http.post(path, body))
     assert error["param"] == param
     assert len(error["message"]) < 200
     assert not llm.calls
@@ -147,7 +144,7 @@ def test_the_largest_values_are_served(http, llm):
 
 @pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids"])
 def test_a_list_of_a_wrong_type_has_one_error(http, name):
-    error = error_of(http.post("/v1/completions", COMPLETION | {name: [None] * 60}))
+    error = error_in(http.post("/v1/completions", COMPLETION | {name: [None] * 60}))
     assert error["message"].count("should be") <= 2
     assert error["param"].startswith(name)
 
@@ -162,7 +159,7 @@ def test_validation_ends_at_the_first_wrong_entry(name):
 @pytest.mark.parametrize("name", ["allowed_token_ids", "logit_bias"])
 def test_long_lists_for_many_sequences(http, llm, name):
     value = [5] * 1024 if name == "allowed_token_ids" else dict.fromkeys(map(str, range(1024)), 1.0)
-    error = error_of(http.post("/v1/completions", COMPLETION | {"prompt": ["Hi"] * 100, "n": 10, name: value}))
+    error = error_in(http.post("/v1/completions", COMPLETION | {"prompt": ["Hi"] * 100, "n": 10, name: value}))
     assert error["param"] == name
     assert not llm.calls
 
@@ -171,11 +168,11 @@ def test_long_lists_for_many_sequences(http, llm, name):
     ("path", "body"), [("/detokenize", {"tokens": [10**4200]}), ("/v1/completions", {"prompt": [10**4200]})]
 )
 def test_a_long_number_is_not_repeated(http, path, body):
-    assert len(error_of(http.post(path, body))["message"]) < 200
+    assert len(error_in(http.post(path, body))["message"]) < 200
 
 
 @pytest.mark.parametrize(("size", "in_loop"), [(1, True), (5000, False)])
-def test_a_long_body_is_read_beside_the_event_loop(http, monkeypatch, size, in_loop):
+def test_a_long_body_is_parsed_off_the_event_loop(http, monkeypatch, size, in_loop):
     seen = []
 
     def adapt_and_see(*args, **options):
@@ -208,13 +205,13 @@ def test_kept_log_probabilities_are_nothing_to_collect():
 )
 def test_log_probabilities_of_a_request_are_bounded(http, llm, more, param):
     llm.info = llm.input_processor._info = replace(llm.info, max_model_len=4096)
-    error = error_of(http.post("/v1/completions", COMPLETION | more))
+    error = error_in(http.post("/v1/completions", COMPLETION | more))
     assert error["param"] == param
     assert "at most 1048576 log-probabilities" in error["message"]
     assert not llm.calls
 
 
-def test_without_max_tokens_the_answer_ends_where_the_bound_is(http, llm):
+def test_without_max_tokens_the_answer_ends_at_the_bound(http, llm):
     llm.info = llm.input_processor._info = replace(llm.info, max_model_len=4096)
     body = {"messages": [{"role": "user", "content": "a"}], "n": 128, "logprobs": True, "top_logprobs": 5}
     assert http.post("/v1/chat/completions", body).status_code == 200

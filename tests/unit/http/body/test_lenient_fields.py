@@ -1,4 +1,4 @@
-"""Fields that frameworks write: what is ignored and said, what is refused, what is taken in another type."""
+"""Fields that frameworks write: ignored and named, refused, or accepted in another type."""
 
 import logging
 import re
@@ -84,7 +84,7 @@ def test_adapters_are_loaded_and_unloaded_as_with_vllm(http):
         ({"functions": [{"name": "f"}], "function_call": "none"}, ["functions"]),
     ],
 )
-def test_fields_that_others_make_idle(http, fields, names):
+def test_fields_made_idle_by_other_fields(http, fields, names):
     assert ignored(chat(http, **fields)) == names
 
 
@@ -118,7 +118,7 @@ def test_the_header_is_short_and_safe(http):
     assert "x-evil" not in response.headers
 
 
-def test_they_are_counted_by_known_names(http, caplog):
+def test_ignored_fields_are_counted_by_known_names(http, caplog):
     with caplog.at_level(logging.DEBUG, logger=REQUEST_LOGGER):
         chat(http, metadata={"a": "b"}, mine=1, yours=2)
         chat(http, metadata={"a": "b"}, messages=[HELLO[0] | {"id": "m"}])
@@ -167,7 +167,7 @@ def test_a_misspelt_field_gets_a_suggestion(http, name, meant):
     assert f"did you mean {meant!r}?" in error["message"]
 
 
-def test_a_misspelt_field_beside_the_right_one_is_ignored(http, llm):
+def test_a_misspelt_field_next_to_the_right_one_is_ignored(http, llm):
     assert ignored(chat(http, max_token=3, max_tokens=2)) == ["max_token"]
     assert llm.calls[-1]["params"].max_tokens == 2
 
@@ -275,7 +275,7 @@ def test_head_is_as_get(http, path):
     assert (head.status_code, head.headers["content-type"]) == (200, get.headers["content-type"])
 
 
-def test_head_where_there_is_no_get(http):
+def test_head_without_get_is_405(http):
     assert http.request("HEAD", CHAT).status_code == 405
     assert http.request("HEAD", "/nowhere").status_code == 404
 

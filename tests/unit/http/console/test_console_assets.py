@@ -1,4 +1,4 @@
-"""The console's page and files: what browsers may keep, and what the page may do."""
+"""The console's page and files: caching and content security."""
 
 import re
 
@@ -16,7 +16,7 @@ def links(page: str) -> list[str]:
     return re.findall(r'(?:src|href)="(console/[^"]+)"', page)
 
 
-def test_the_page_is_open_and_says_nothing_of_the_server(make_http):
+def test_the_page_is_open_and_reveals_nothing_of_the_server(make_http):
     page = make_http(api_keys=("secret",)).get("/console")
     assert page.status_code == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
@@ -55,7 +55,7 @@ def test_a_browser_that_has_the_page_gets_no_body(http):
     assert http.get("/console", headers={"If-None-Match": '"other"'}).status_code == 200
 
 
-def test_compressed_only_for_those_who_take_it(http):
+def test_compressed_only_if_accepted(http):
     plain = http.get("/console", headers={"Accept-Encoding": "identity"})
     packed = http.get("/console", headers={"Accept-Encoding": "gzip, br"})
     assert "content-encoding" not in plain.headers

@@ -1,4 +1,4 @@
-"""`/admin/v1/stats`, in front of an engine that says what the test wants."""
+"""`/admin/v1/stats`, in front of a fake engine."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ def test_the_uptime_is_the_servers(http, monkeypatch):
     assert 4990 < stats(http)["server"]["uptime"] < 5100
 
 
-def test_what_the_engine_says(http, llm):
+def test_statistics_of_the_engine(http, llm):
     llm.num_restarts = 2
     llm.snapshot = EngineStats(
         num_running=3, num_waiting=2, num_waiting_by_reason={"capacity": 2}, kv_cache_usage=0.25, num_preemptions=4,
@@ -108,7 +108,7 @@ def test_history(http, llm):
     assert times == list(range(times[0], times[0] + 60))
     assert found["history"][-1] == found["live"]
     assert found["history"][-1]["running"] == 5
-    assert found["history"][0]["running"] is None, "nobody asked then"
+    assert found["history"][0]["running"] is None, "no snapshot was taken then"
 
 
 @pytest.mark.parametrize("history", ["-1", "301", "x"])
@@ -119,7 +119,7 @@ def test_a_history_that_cannot_be(http, history):
     assert "history" in response.json()["error"]["message"]
 
 
-def test_they_are_in_the_api_description(http):
+def test_statistics_are_in_the_api_description(http):
     operation = http.get("/openapi.json").json()["paths"]["/admin/v1/stats"]["get"]
     assert operation["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Stats")
 
@@ -206,7 +206,7 @@ def accepted(totals: AcceptanceTotals) -> tuple[int, int]:
     return split.with_draft_weights.num_accepted_tokens, split.without_draft_weights.num_accepted_tokens
 
 
-def test_acceptance_is_told_apart_by_draft_weights():
+def test_acceptance_is_separate_for_each_draft_weights():
     totals = AcceptanceTotals()
     totals.update(snapshot(10, ""))
     assert accepted(totals) == (0, 20)

@@ -30,7 +30,7 @@ def test_health_is_ready(http):
 
 
 @pytest.mark.parametrize("state", ["starting", "restarting", "draining", "stopped"])
-def test_health_says_why_not(http, llm, state):
+def test_health_gives_the_reason(http, llm, state):
     llm.state = state
     response = http.get("/health")
     assert response.status_code == 503
@@ -49,7 +49,7 @@ def test_version(http):
     assert http.get("/version").json() == {"version": outrider.__version__}
 
 
-def test_the_root_leads_a_browser_to_the_console_and_tells_programs_the_routes(http):
+def test_the_root_redirects_browsers_and_lists_routes_for_programs(http):
     browser = http.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
     assert (browser.status_code, browser.headers["location"]) == (307, "console")
     assert http.get("/" + browser.headers["location"]).status_code == 200
@@ -161,7 +161,7 @@ def test_the_process(http):
     assert {"process_cpu_seconds_total", "process_open_fds", "process_max_fds"} <= {name for name, _ in found}
 
 
-def test_adapters_by_tier_and_what_they_take(http, llm):
+def test_adapters_by_tier_and_their_bytes(http, llm):
     llm.snapshot = EngineStats(
         num_waiting_by_reason={"adapter_loading": 3}, num_adapters=2000,
         adapters=[

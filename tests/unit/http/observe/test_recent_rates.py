@@ -91,7 +91,7 @@ def test_percentiles_forget(recent, clock):
     assert recent.points()[0].first_token.samples == 0
 
 
-def test_history_is_what_was_said_at_the_time(recent, clock):
+def test_history_keeps_values_of_their_time(recent, clock):
     said = []
     for _ in range(90):
         for _ in range(random.randrange(4)):

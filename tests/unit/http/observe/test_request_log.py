@@ -1,4 +1,4 @@
-"""The line that each request gets in the log, and what never stands in one."""
+"""The log line of each request, and the texts that never appear in one."""
 
 import asyncio
 import io
@@ -14,8 +14,8 @@ from outrider.platform.core.logs import (
     REQUEST_LOGGER,
     TextFormatter,
     current_request_id,
+    format_trace,
     json_formatter,
-    trace_of,
     with_fields,
 )
 from outrider.platform.http.app import Authentication, create_app
@@ -27,7 +27,7 @@ SECRET = "correct horse battery staple"
 
 
 class Log:
-    """What a handler with one of our formatters writes, of all loggers."""
+    """Output of a handler with one of our formatters, for all loggers."""
 
     def __init__(self, formatter):
         self.stream = io.StringIO()
@@ -66,7 +66,7 @@ def attached(formatter):
     requests.setLevel(logging.NOTSET)
 
 
-def test_a_line_says_who_what_and_how_long(http, log):
+def test_a_line_has_tenant_request_and_duration(http, log):
     http.load_adapter("sql")
     body = {"model": "base:sql", "prompt": SECRET, "max_tokens": 3, "n": 2}
     answer = http.post("/v1/completions", body, headers={"X-Request-Id": "mine-1"}).json()
@@ -117,14 +117,14 @@ def test_several_prompts_are_added_up(http, log):
         ({"prompt": {SECRET: SECRET}}, 400, "BadRequestError"),
     ],
 )
-def test_refusals_say_the_errors_type(http, any_log, body, status, error):
+def test_refusals_are_logged_with_their_type(http, any_log, body, status, error):
     assert http.post("/v1/completions", body).status_code == status
     assert f'"status": {status}' in any_log.text or f"status={status}" in any_log.text
     assert error in any_log.text
     assert SECRET not in any_log.text
 
 
-def test_the_method_and_path_are_told(http, log):
+def test_the_method_and_path_are_logged(http, log):
     http.request("HEAD", "/v1/models/")
     assert [log.lines()[-1][name] for name in ("method", "path", "status")] == ["HEAD", "/v1/models", 200]
 
@@ -154,8 +154,8 @@ class TokenizerError(Exception):
 
 
 @pytest.mark.parametrize("where", ["route", "stream"])
-def test_an_unexpected_error_is_logged_without_what_it_says(http, llm, any_log, where):
-    """It may quote the prompt. Where it happened is there, and the classes of it and its causes."""
+def test_an_unexpected_error_is_logged_without_its_message(http, llm, any_log, where):
+    """It may quote the prompt. The log has the traceback, and the classes of the error and its causes."""
     llm.error = TokenizerError(f"cannot take {SECRET}")
     llm.error.__cause__ = ValueError(SECRET)
     llm.fail_after = 0 if where == "route" else 1
@@ -190,7 +190,7 @@ def test_without_the_option_there_is_no_line(http, log):
 
 
 def test_text_lines_are_lines(http):
-    """What users write cannot make a second line, or a field of its own."""
+    """Text of users cannot make a second line, or a field of its own."""
     for formatter in (TextFormatter(), json_formatter("api")):
         record = logging.LogRecord("x", logging.INFO, "f", 1, "said %r", ("a\nb",), None)
         record.__dict__ |= with_fields({"path": "/v1/a b\nERROR x: faked tenant=root", "n": 3, "s": 0.25, "none": ""})
@@ -213,11 +213,11 @@ def test_traces_without_messages():
         except ValueError as error:
             raise AdapterError("a typed one says it itself") from error
     except AdapterError as error:
-        shown = trace_of(error)
+        shown = format_trace(error)
     assert "AdapterError: a typed one says it itself" in shown
     assert shown.endswith("because of ValueError")
     assert SECRET not in shown
-    assert trace_of(None) == ""
+    assert format_trace(None) == ""
 
 
 def test_outside_of_requests_exceptions_are_whole():
@@ -240,7 +240,7 @@ async def _cut_short(scope, receive, send):
     raise KeyError(SECRET)
 
 
-def test_an_answer_that_is_cut_short_tells_the_http_server_nothing_of_the_prompt(any_log):
+def test_a_cut_answer_leaves_no_prompt_in_the_http_servers_log(any_log):
     """It logs what it gets, when the request's own context is gone."""
     gate = Authentication(_cut_short, StaticKeys())
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [], "state": {}}

@@ -67,7 +67,7 @@ def collector():
 
 @pytest.fixture
 def traced(make_http, collector):
-    """A server, and what its collector has got once the server has ended."""
+    """A server, and the spans that its collector received by the server's end."""
     http = make_http(otlp_endpoint=collector.url)
 
     def finish():
@@ -128,7 +128,7 @@ def test_errors_and_refusals(traced, llm):
     assert all(SECRET not in str(span) for span in (dead, unknown, card))
 
 
-def test_what_is_not_sampled_is_not_sent(traced):
+def test_unsampled_spans_are_not_sent(traced):
     http, finish = traced
     http.post("/v1/completions", {"prompt": "x"}, headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
     assert finish() == []

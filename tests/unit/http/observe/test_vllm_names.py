@@ -34,7 +34,7 @@ def exposition(model: str | None) -> str:
 
 
 def spec_decode_counts(text: str) -> tuple[dict[str, int], dict[int, int]]:
-    """Sums as `vllm bench serve` makes them: over all lines, by what their names contain."""
+    """Sums as `vllm bench serve` makes them: over all lines, by parts of their names."""
     totals, positions = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}, {}
     for line in text.splitlines():
         if not line.startswith("vllm:spec_decode"):
@@ -49,7 +49,7 @@ def spec_decode_counts(text: str) -> tuple[dict[str, int], dict[int, int]]:
     return totals, positions
 
 
-def test_what_vllms_benchmark_reads() -> None:
+def test_metrics_that_vllms_benchmark_reads() -> None:
     totals, positions = spec_decode_counts(exposition("demo"))
     assert totals == {"num_drafts": 12, "num_draft_tokens": 34, "num_accepted_tokens": 18}
     assert positions == {0: 11, 1: 7, 2: 0}
@@ -82,5 +82,5 @@ def test_adapters_as_gateways_read_them() -> None:
         assert label in line
 
 
-def test_nobody_gets_them_unasked() -> None:
+def test_vllm_names_are_opt_in() -> None:
     assert "vllm:" not in exposition(None)

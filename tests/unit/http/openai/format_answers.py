@@ -178,7 +178,7 @@ ANSWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "<tool_call><function=f><parameter=a>\n2\n</parameter></function></tool_call>",
         {"content": "Done", "tool_calls": [{"name": "f", "arguments": {"a": number}} for number in "12"]},
     ),
-    "a list beside the name": (
+    "a list next to the name": (
         "hermes",
         f'<tool_call>{{"name": "get_weather", "tags": [1], "arguments": {JSON}}}</tool_call>',
         {"tool_calls": [WEATHER]},

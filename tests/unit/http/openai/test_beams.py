@@ -40,7 +40,7 @@ def test_fields_of_chats(http, fields):
 
 @pytest.fixture
 def searches(llm):
-    """What the engine's client is asked for; it finds `n` texts."""
+    """Calls of the engine's client; it finds `n` texts."""
     return llm.searches
 
 

@@ -1,4 +1,4 @@
-"""Fields as particular clients send them: names of other servers, the same constraint twice, formats beside calls."""
+"""Fields as particular clients send them: names of other servers, the same constraint twice, formats of calls."""
 
 import json
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.platform.core.errors import AdapterError, NotFoundError
-from outrider.platform.http.openai.responses.conversation import items_of, messages_of
+from outrider.platform.http.openai.responses.conversation import parse_items, to_messages
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
@@ -76,7 +76,7 @@ def test_different_constraints_exclude_each_other(http, fields, param):
 
 
 @pytest.mark.usefixtures("writes_tools")
-def test_a_format_beside_a_forced_call_is_ignored_and_named(http, make_http, llm):
+def test_a_format_with_a_forced_call_is_ignored_and_named(http, make_http, llm):
     form = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}}
     body = {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"} | form
     response = http.post("/v1/chat/completions", body)
@@ -92,7 +92,7 @@ def test_a_format_beside_a_forced_call_is_ignored_and_named(http, make_http, llm
 
 @pytest.mark.usefixtures("writes_tools")
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "f"}])
-def test_a_format_beside_a_forced_call_on_the_other_apis(http, llm, choice):
+def test_a_format_with_a_forced_call_on_the_other_apis(http, llm, choice):
     flat = {"type": "function", "name": "f", "parameters": SCHEMA}
     form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "array"}}}
     response = http.post("/v1/responses", {"input": "x", "tools": [flat], "tool_choice": choice, "text": form})
@@ -115,7 +115,7 @@ def test_a_format_beside_a_forced_call_on_the_other_apis(http, llm, choice):
         ("/api/openai/v1/chat/completions/", "/v1/chat/completions"),
     ],
 )
-def test_a_wrong_base_url_is_told_the_path(http, path, meant):
+def test_a_wrong_base_url_gets_the_right_path(http, path, meant):
     response = http.post(path, {})
     assert response.status_code == 404
     message = response.json()["error"]["message"]
@@ -124,7 +124,7 @@ def test_a_wrong_base_url_is_told_the_path(http, path, meant):
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/nowhere", "/v1/v1/nowhere", "/" + "x" * 10_000])
-def test_other_unknown_paths_are_told_nothing(http, path):
+def test_other_unknown_paths_get_no_suggestion(http, path):
     response = http.post(path, {})
     assert response.status_code == 404
     assert "base URL" not in response.json()["error"]["message"]
@@ -160,8 +160,8 @@ def test_custom_calls_of_the_past_are_calls(http):
     """As Codex sends them back."""
     output = CUSTOM_OUTPUT | {"output": [{"type": "input_text", "text": "Done"}]}
     for last in (CUSTOM_OUTPUT, output):
-        items = items_of([{"role": "user", "content": "a"}, CUSTOM, last])
-        _, call, result = messages_of(items, None)
+        items = parse_items([{"role": "user", "content": "a"}, CUSTOM, last])
+        _, call, result = to_messages(items, None)
         function = call["tool_calls"][0]["function"]
         assert (function["name"], json.loads(function["arguments"])) == ("apply_patch", {"input": CUSTOM["input"]})
         assert (result["role"], result["content"], result["tool_call_id"]) == ("tool", "Done", "c1")

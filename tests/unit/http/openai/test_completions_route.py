@@ -144,7 +144,7 @@ def test_special_tokens_that_are_not_shown_take_no_room(http, llm, monkeypatch, 
     assert [o for a in answers for o in a["choices"][0]["logprobs"]["text_offset"]] == offsets
 
 
-def test_stream_logprobs_go_on_where_they_were(http):
+def test_stream_logprobs_have_continuous_offsets(http):
     chunks = events(complete(http, stream=True, logprobs=0))
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1], [2], [3], [4]]
 
@@ -159,7 +159,7 @@ def test_echo_repeats_the_prompt_with_its_logprobs(http):
 
 
 @pytest.mark.parametrize(("options", "shown"), [({}, 0), ({"add_special_tokens": False, "prompt": [1, 97, 98]}, 3)])
-def test_the_beginning_token_has_no_place_in_an_echoed_text(http, llm, monkeypatch, options, shown):
+def test_the_bos_token_is_not_echoed(http, llm, monkeypatch, options, shown):
     monkeypatch.setattr(llm.tokenizer, "decode", lambda ids: "".join("BOS" if i == 1 else chr(i) for i in ids))
     choice = complete(http, echo=True, logprobs=1, **options).json()["choices"][0]
     logprobs = choice["logprobs"]

@@ -7,7 +7,7 @@ import pytest
 
 
 class Client:
-    """A bare ASGI client that can hang up, and tells when it has received a number of messages."""
+    """A bare ASGI client that can hang up, and wait for a number of messages."""
 
     def __init__(self, app, path: str, body: dict) -> None:
         self.received: list[dict] = []
@@ -62,7 +62,7 @@ def test_stream(http, llm, path, body):
         client.hung_up.set()
         await until(lambda: not llm.running)
         await client.task
-        assert client.received[-1]["type"] == "http.response.body"  # no [DONE]: nobody is there
+        assert client.received[-1]["type"] == "http.response.body"  # no [DONE]: the client has gone
         assert b"[DONE]" not in client.received[-1]["body"]
 
     asyncio.run(run())
@@ -106,7 +106,7 @@ def test_before_the_first_token_of_a_stream(http, llm):
 
 
 def test_a_cancelled_stream_ends_its_request(http, llm):
-    """What the HTTP server does with answers that take too long at a shutdown."""
+    """The HTTP server cancels answers that take too long at a shutdown."""
 
     async def run():
         llm.blocked = True
@@ -115,6 +115,32 @@ def test_a_cancelled_stream_ends_its_request(http, llm):
         client.task.cancel()
         await asyncio.gather(client.task, return_exceptions=True)
         assert not llm.running
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("draining", "statuses"), [(False, []), (True, [503])], ids=["for another reason", "at the end of a shutdown"]
+)
+def test_a_request_cancelled_before_its_answer(http, llm, monkeypatch, draining, statuses):
+    """A load or the check of a constraint may take longer than the server waits for it at its shutdown."""
+    begun = asyncio.Event()
+
+    async def wait_without_end(*_, **__):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(llm, "prepare", wait_without_end)
+
+    async def run():
+        client = Client(http.app, "/v1/completions", {"prompt": "x"})
+        await begun.wait()
+        http.app.state.serving.draining = draining
+        client.task.cancel()
+        await asyncio.gather(client.task, return_exceptions=True)
+        assert [message["status"] for message in client.received[:1]] == statuses
+        assert all(b"ShuttingDownError" in message["body"] for message in client.received[1:])
+        assert len(client.received) == 2 * len(statuses)
 
     asyncio.run(run())
 

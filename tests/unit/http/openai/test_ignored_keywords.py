@@ -54,7 +54,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_each_field_with_a_schema_serves_it_and_names_what_does_not_hold(http, door):
+def test_each_schema_field_names_keywords_that_are_not_enforced(http, door):
     route, body = DOORS[door]
     response = http.post(f"/v1/{route}", {"model": "base", **body(SCHEMA)})
     assert response.status_code == 200, response.text
@@ -63,7 +63,7 @@ def test_each_field_with_a_schema_serves_it_and_names_what_does_not_hold(http, d
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_each_field_with_a_schema_refuses_what_is_not_served(http, door):
+def test_each_schema_field_refuses_unsupported_keywords(http, door):
     route, body = DOORS[door]
     response = http.post(f"/v1/{route}", {"model": "base", **body(REFUSED)})
     assert response.status_code == 400

@@ -3,7 +3,7 @@
 import pytest
 
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
-from outrider.platform.http.openai.responses.conversation import items_of
+from outrider.platform.http.openai.responses.conversation import parse_items
 from outrider.platform.http.openai.responses.store import ResponseStore, Stored
 
 
@@ -27,12 +27,12 @@ def test_the_store_is_bounded():
     store.put("one", stored("d"))
     assert [is_there(store, "one", name) for name in "abcd"] == [True, False, True, True]
     store.put("one", stored("big", 15_000))
-    store.put("one", stored("bigger", 16_000))  # the others make place
+    store.put("one", stored("bigger", 16_000))  # the others are evicted
     assert not is_there(store, "one", "big")
     assert not is_there(store, "two", "bigger")
     for tenant in ("two", "three"):
         store.put(tenant, stored("a", 12_000))
-    store.put("four", stored("a", 12_000))  # who has most makes place
+    store.put("four", stored("a", 12_000))  # the largest is evicted
     assert not is_there(store, "one", "bigger")
     assert all(is_there(store, tenant, "a") for tenant in ("two", "three", "four"))
     store.delete("two", "a")
@@ -56,8 +56,8 @@ def test_references_to_stored_items():
     store.put("one", Stored({"id": "r", "status": "completed", "output": [call]}, [question]))
     references = [{"type": "item_reference", "id": item_id} for item_id in ("msg_1", "fc_1")]
     output = {"type": "function_call_output", "call_id": "c", "output": "b"}
-    assert items_of([*references, output], (), lambda: store.items("one"))[:2] == [question, call]
-    assert items_of([{"id": "msg_1"}], (), lambda: store.items("one")) == [question]  # its type may be left out
+    assert parse_items([*references, output], (), lambda: store.items("one"))[:2] == [question, call]
+    assert parse_items([{"id": "msg_1"}], (), lambda: store.items("one")) == [question]  # its type may be left out
     for tenant, before, given, param in (
         ("two", [], references, "input[0].id"),
         ("one", [], [references[1], references[1]], "input[1].id"),  # many of one would be a long conversation
@@ -65,5 +65,5 @@ def test_references_to_stored_items():
         ("one", [], [{"type": "item_reference", "id": 5}], "input[0].id"),
     ):
         with pytest.raises(NotFoundError if tenant == "two" else InvalidRequestError) as caught:
-            items_of(given, before, lambda tenant=tenant: store.items(tenant))
+            parse_items(given, before, lambda tenant=tenant: store.items(tenant))
         assert caught.value.param == param

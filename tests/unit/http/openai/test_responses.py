@@ -12,10 +12,12 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from outrider.platform.http.openai.responses.conversation import items_of, messages_of
+from outrider.platform.http.openai.responses.conversation import parse_items, to_messages
 from outrider.platform.http.openai.responses.output import OutputItems
 from outrider.platform.http.openai.tools.formats import FORMATS
 from outrider.platform.http.openai.tools.parser import ForcedCalls, FormatParser
+
+from ....error_answers import error_in
 
 PATH = "/v1/responses"
 CALL = {"name": "get_weather", "arguments": {"city": "Lisbon"}}
@@ -66,11 +68,6 @@ def stream(http, **fields):
         events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
-
-
-def error_of(response, status=400):
-    assert response.status_code == status, response.text
-    return response.json()["error"]
 
 
 # --- output ---
@@ -125,7 +122,7 @@ def test_events_do_not_depend_on_the_cuts(name):
 
 
 def check_order(events: list[dict[str, Any]]) -> None:
-    """Each item begins and ends before the next one, and what is done is what came in deltas."""
+    """Each item begins and ends before the next one, and the final items equal the deltas."""
     inside: list[str] = []
     text = ""
     for event in events:
@@ -210,7 +207,7 @@ def test_an_error_in_the_middle(http, llm):
     assert last["output"][0]["content"][0]["text"] == "Hel"
     assert http.get(f"{PATH}/{last['id']}").json()["status"] == "failed"
     assert (
-        error_of(http.post(PATH, {"input": "a", "previous_response_id": last["id"]}))["param"] == "previous_response_id"
+        error_in(http.post(PATH, {"input": "a", "previous_response_id": last["id"]}))["param"] == "previous_response_id"
     )
     llm.fail_after = 0
     assert http.post(PATH, {"input": "a", "stream": True}).status_code == 500
@@ -237,7 +234,7 @@ def test_forms_and_forced_calls(http, llm):
 
 
 def test_items_become_messages():
-    items = items_of(
+    items = parse_items(
         [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
@@ -252,7 +249,7 @@ def test_items_become_messages():
             {"type": "function_call", "call_id": "c3", "name": "f", "arguments": "{}"},
         ]
     )
-    system, instructions, user, assistant, *outputs, text, last = messages_of(items, "Instructions")
+    system, instructions, user, assistant, *outputs, text, last = to_messages(items, "Instructions")
     assert [system, instructions] == [{"role": "system", "content": text} for text in ("Instructions", "Be brief.")]
     assert user["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert (assistant["content"], assistant["reasoning_content"]) == ("I look.", "hm")
@@ -312,26 +309,26 @@ def test_items_become_messages():
     ],
 )
 def test_wrong_fields(http, fields, param):
-    error = error_of(http.post(PATH, {"input": "a"} | fields))
+    error = error_in(http.post(PATH, {"input": "a"} | fields))
     assert error["param"] == param
     assert not {"messages", "response_format"} & set(error["message"].replace("'", " ").split()) - set(fields)
 
 
-def test_tools_that_agents_write_beside_functions_are_ignored(http, make_http):
+def test_other_tools_next_to_functions_are_ignored(http, make_http):
     tools = [{"type": "web_search", "external_web_access": False}, TOOL, {"type": "custom", "name": "apply_patch"}]
     response = http.post(PATH, {"input": "a", "tools": tools, "tool_choice": "auto"})
     assert response.status_code == 200, response.text
     assert "tools[0]" in response.headers["x-outrider-ignored"].split(",")
-    assert error_of(make_http(strict_fields=True).post(PATH, {"input": "a", "tools": tools[1:]}))["param"] == "tools[1]"
+    assert error_in(make_http(strict_fields=True).post(PATH, {"input": "a", "tools": tools[1:]}))["param"] == "tools[1]"
 
 
-def test_what_is_ignored_is_said(http, make_http):
+def test_ignored_fields_are_named(http, make_http):
     fields = {"input": "a", "include": ["reasoning.encrypted_content"], "truncation": "auto", "service_tier": "flex"}
     fields["reasoning"] = {"summary": "auto"}
     ignored = http.post(PATH, fields).headers["x-outrider-ignored"]
     assert set(ignored.split(",")) == {"include[0]", "truncation", "service_tier", "reasoning.summary"}
     assert (
-        error_of(make_http(strict_fields=True).post(PATH, {"input": "a", "truncation": "auto"}))["param"]
+        error_in(make_http(strict_fields=True).post(PATH, {"input": "a", "truncation": "auto"}))["param"]
         == "truncation"
     )
 
@@ -352,12 +349,12 @@ def test_a_stored_response(http, llm):
     assert http.post(f"{PATH}/{first['id']}/cancel").json() == first
     assert http.request("DELETE", f"{PATH}/{first['id']}").json()["deleted"]
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
-        error = error_of(http.request(method, f"{PATH}/{first['id']}{path}"), 404)
+        error = error_in(http.request(method, f"{PATH}/{first['id']}{path}"), 404)
         assert "1000 responses" in error["message"]
-    error = error_of(http.post(PATH, {"input": "a", "previous_response_id": first["id"]}), 404)
+    error = error_in(http.post(PATH, {"input": "a", "previous_response_id": first["id"]}), 404)
     assert error["param"] == "previous_response_id"
     unstored = create(http, store=False, previous_response_id=second["id"])
-    error_of(http.get(f"{PATH}/{unstored['id']}"), 404)
+    error_in(http.get(f"{PATH}/{unstored['id']}"), 404)
 
 
 def test_a_call_of_the_previous_response_has_its_output(http, llm):
@@ -377,8 +374,8 @@ def test_an_item_of_a_stored_response_is_sent_back_as_a_reference(http, llm):
 
 
 @pytest.mark.parametrize("field", [{"structured_outputs": {"regex": "(tools[9]"}}, {"tool_choice": "tools[7]"}])
-def test_an_error_may_quote_a_place(http, field):
-    assert "tools[" in error_of(http.post(PATH, {"input": "a", "tools": [TOOL], **field}))["message"]
+def test_an_error_names_the_tools_index(http, field):
+    assert "tools[" in error_in(http.post(PATH, {"input": "a", "tools": [TOOL], **field}))["message"]
 
 
 def test_arguments_that_are_no_json_do_not_end_a_conversation(http, llm):

@@ -10,7 +10,7 @@ import pytest
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
 from outrider.platform.client.text.chat_template import render_messages
-from outrider.platform.http.openai.tools.formats import FORMATS, format_of
+from outrider.platform.http.openai.tools.formats import FORMATS, find_template
 from outrider.platform.http.openai.tools.parser import AnswerParser, ForcedCalls, FormatParser
 
 from .format_answers import ANSWERS, JSON, NOTHING, WEATHER
@@ -80,7 +80,7 @@ def test_forced_calls(name, text):
         ("hermes", "<think>Hm</think>Hello"),
     ],
 )
-def test_what_is_no_call_is_content(kind, text):
+def test_text_that_is_no_call_is_content(kind, text):
     message = parse(FormatParser(FORMATS[kind], "", with_calls=True), [text])
     assert "tool_calls" not in message
     assert message["content"] in text
@@ -124,11 +124,11 @@ class Tokenizer:
 def test_a_format_is_guessed_from_the_chat_template(template, kind):
     tokenizer = Tokenizer()
     tokenizer.chat_template = template
-    assert format_of(None, tokenizer) == FORMATS[kind]
-    assert format_of("pythonic", tokenizer) == FORMATS["pythonic"]
+    assert find_template(None, tokenizer) == FORMATS[kind]
+    assert find_template("pythonic", tokenizer) == FORMATS["pythonic"]
     tokenizer.response_template = {"own": 1}
-    assert format_of(None, tokenizer) == {"own": 1}
-    assert format_of(None, Tokenizer()) is None
+    assert find_template(None, tokenizer) == {"own": 1}
+    assert find_template(None, Tokenizer()) is None
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_arguments_are_json(kind, form, said, passed):
         ("gemma4", "<|tool_call>call:g{a:1}<tool_call|>"),
     ],
 )
-def test_what_is_no_call_of_a_tool_stays_as_it_was(kind, text):
+def test_text_that_is_no_tool_call_is_unchanged(kind, text):
     for pieces in ([text], text):
         assert parse(FormatParser(FORMATS[kind], "", with_calls=True, names={"f"}), pieces) == {"content": text}
 
@@ -215,7 +215,7 @@ def test_the_template_for_gemma_3(repo_root):
     assert first.endswith("\n\nWeather?<end_of_turn>\n")
     text = answer.removeprefix("model\n").removesuffix("<end_of_turn>\n")
     tokenizer.chat_template = template
-    assert format_of(None, tokenizer) == FORMATS["pythonic"]
+    assert find_template(None, tokenizer) == FORMATS["pythonic"]
     assert parse(FormatParser(FORMATS["pythonic"], "", with_calls=True), [text]) == {"tool_calls": [WEATHER, NOTHING]}
     assert (result, last) == ("user\n```tool_output\nrain\n```<end_of_turn>\n", "model\n")
 
@@ -234,8 +234,8 @@ def test_a_call_without_arguments_has_an_empty_object():
     assert "".join(delta["tool_calls"][0]["function"]["arguments"] for delta in deltas) == "{}"
 
 
-def test_beginnings_of_calls_are_searched_once():
-    """With a name that may contain a beginning, this takes hours."""
+def test_prefixes_of_calls_are_searched_once():
+    """With a name that may contain a prefix, this would take hours."""
     parser = FormatParser(FORMATS["qwen3_coder"], "", with_calls=True)
     text = "<function=" * 2000
     deltas = [delta for at in range(0, len(text), 4) for delta in parser.feed(text[at : at + 4])]

@@ -1,4 +1,4 @@
-"""Grammars of chat answers: what they let through, token by token, with marks as text and as tokens."""
+"""Grammars of chat answers: allowed tokens, one by one, with marks as text and as tokens."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def test_reasoning_whose_mark_begins_with_a_token(tokenizer_with):
     assert accepts(tokenizer_with(MARKS["gemma4"]), constraint, *texts) == [True, True, False]
 
 
-def test_other_beginnings_of_calls_are_no_text(tokenizer_with):
-    """What the parser reads as a call is held to the schema, however it is written."""
+def test_other_prefixes_of_calls_are_no_text(tokenizer_with):
+    """A call is held to the schema in every form that the parser reads."""
     constraint = answer_constraint(None, TOOLS, FORMATS["llama3_json"], tokenizer_with(MARKS["llama3_json"]), "")
     wrong = '"name":"weather","parameters":{"town":1}}'
     texts = ["{" + wrong, "{ " + wrong, "So: {" + wrong, '{"type": "function", ' + wrong, "<|python_tag|>{" + wrong]
@@ -163,7 +163,7 @@ ORDER = {
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_whatever_is_sampled_fits_the_schema(kind, tokenizer_with):
-    """Tokens at random among those that the mask leaves, from the beginning of the arguments on."""
+    """Tokens at random among those that the mask allows, from the start of the arguments."""
     import jsonschema
     import numpy
     from llguidance import LLMatcher
@@ -344,7 +344,7 @@ def test_channels_of_harmony(tokenizer_with):
     assert accepts(tokenizer, constraint, *texts) == [True, True, False]
 
 
-def test_nothing_is_added_where_nothing_can_stand(tokenizer_with):
+def test_constraints_of_the_request_are_kept_without_calls_in_text(tokenizer_with):
     tokenizer = tokenizer_with([])
     assert answer_constraint(JSON, ToolChoice(), None, tokenizer, "") is JSON
     assert answer_constraint(None, ToolChoice(TOOLS.tools[1:]), FORMATS["hermes"], tokenizer, "") is None

@@ -163,7 +163,7 @@ def test_the_older_form(http, llm, forced):
     assert not any("tool_calls" in choice["delta"] for choice in choices)
 
 
-def test_reasoning_comes_before_what_has_a_form(http, llm):
+def test_reasoning_comes_before_constrained_content(http, llm):
     llm.tokenizer.get_added_vocab = lambda: {"<think>": 0, "</think>": 1}
     arguments = json.dumps(CALL["arguments"])
     llm.reply = f'<think>Hm [</think>\n\n[{{"name": "get_weather", "parameters": {arguments}}}]'
@@ -303,7 +303,7 @@ def test_a_required_call_is_one_unless_several_are_asked_for(http, llm, parallel
 
 
 def test_allowed_tools(http, llm):
-    """Other tools are not in the prompt, and what looks like a call of them is content."""
+    """Other tools are not in the prompt, and texts like calls of them are content."""
     llm.reply = f"<tool_call>{json.dumps(CALL)}</tool_call>"
     for name, calls in (("get_weather", [CALL]), ("stop_all", [])):
         allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]}
@@ -320,7 +320,7 @@ def test_allowed_tools(http, llm):
     assert "third" in refused.json()["error"]["message"]
 
 
-def test_custom_tools_are_ignored_beside_functions(http, make_http, llm):
+def test_custom_tools_next_to_functions_are_ignored(http, make_http, llm):
     llm.reply = "Hello"
     custom = {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}
     response = chat(http, tools=[custom, TOOL])
@@ -366,7 +366,7 @@ def test_a_model_whose_format_is_unknown(http, make_http, llm):
     assert without_ids(choice["message"]["tool_calls"]) == [CALL]
 
 
-def test_values_have_the_types_of_the_schema_where_the_format_has_none(make_http, llm):
+def test_untyped_values_get_the_types_of_the_schema(make_http, llm):
     days = {"anyOf": [{"$ref": "#/$defs/days"}, {"type": "null"}]}
     parameters = {"properties": {"city": {"type": "string"}, "days": days}, "$defs": {"days": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}

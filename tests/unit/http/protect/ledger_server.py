@@ -31,7 +31,7 @@ class Server:
             return connection.execute(select(usage)).all()
 
     async def row(self):
-        """The only one, which nobody has waited for."""
+        """The only one; no test has waited for it."""
         async with asyncio.timeout(30):
             while not self.rows():
                 await asyncio.sleep(0.005)

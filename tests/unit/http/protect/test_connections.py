@@ -1,4 +1,4 @@
-"""The bounds on connections and on what arrives, with sockets: what is refused, in which words, and what is not."""
+"""The bounds on connections and on arriving bytes, with sockets: refusals, their messages, and what is served."""
 
 import contextlib
 import time
@@ -11,7 +11,7 @@ from outrider.platform.http.protect import connections
 # --- how many ---
 
 
-def test_connections_above_the_bound_are_told(serve):
+def test_connections_above_the_bound_get_503(serve):
     served = serve(max_connections=2)
     held = [served.connect(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(2)]
     served.until(lambda: served.admission.num_open == 2)
@@ -27,7 +27,7 @@ def test_connections_above_the_bound_are_told(serve):
     held.pop().close()
 
 
-def test_of_very_many_most_are_dropped_unheard(serve, monkeypatch):
+def test_most_of_very_many_connections_are_dropped(serve, monkeypatch):
     monkeypatch.setattr(connections, "MAX_REFUSED", 3)
     served = serve(max_connections=1)
     held = [served.connect(GET)]
@@ -40,7 +40,7 @@ def test_of_very_many_most_are_dropped_unheard(serve, monkeypatch):
         client.close()
 
 
-def test_who_says_nothing_above_the_bound_goes_soon(serve, monkeypatch):
+def test_silent_connections_above_the_bound_are_closed_soon(serve, monkeypatch):
     monkeypatch.setattr(connections, "_REFUSED_SECONDS", 0.2)
     served = serve(max_connections=1)
     with served.connect(GET), served.connect() as silent:
@@ -68,7 +68,7 @@ def test_who_says_nothing_above_the_bound_goes_soon(serve, monkeypatch):
         b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n",
     ],
 )
-def test_what_is_not_http(serve, data):
+def test_bytes_that_are_not_http(serve, data):
     served = serve()
     assert error(served.ask(data)) == (400, "BadRequestError", "This is not a valid HTTP request")
 
@@ -163,7 +163,7 @@ def test_a_few_requests_may_wait(serve):
         assert rest(client).count(b"HTTP/1.1 200") == 6
 
 
-def test_many_may_not(serve):
+def test_too_many_pipelined_requests_close_the_connection(serve):
     served = serve()
     waiting = b"GET /wait HTTP/1.1\r\n\r\n"
     with served.connect(waiting * 1000) as client:
@@ -173,11 +173,11 @@ def test_many_may_not(serve):
     assert len(served.app.scopes) == 1
 
 
-def test_the_first_of_several_hears_that_its_client_has_gone(serve):
+def test_the_first_of_several_requests_is_aborted_on_disconnect(serve):
     served = serve()
     client = served.connect(b"GET /wait HTTP/1.1\r\n\r\n" * 2)
     served.until(lambda: served.app.scopes)
     client.close()
     served.until(lambda: served.app.gone == 1)
     time.sleep(0.1)
-    assert len(served.app.scopes) == 1  # the second is not begun for nobody
+    assert len(served.app.scopes) == 1  # the second is not begun: its client has gone

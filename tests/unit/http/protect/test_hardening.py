@@ -48,7 +48,7 @@ def test_too_many_bodies_at_once_are_refused_with_503(make_http):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_the_body_of_a_request_that_waits_for_a_place_counts_until_it_is_admitted(llm, streamed):
+def test_a_waiting_requests_body_counts_until_admission(llm, streamed):
     """Also those of clients that go; and not while it runs."""
     principal = Principal(tenant="acme", key_id="k", tenant_limits=Limits(max_concurrent_requests=1))
     limiter = Limiter(lambda *which: None)
@@ -102,7 +102,7 @@ def test_a_length_that_only_looks_like_a_number(http):
 @pytest.mark.parametrize("depth", [150, 10_000, 1_000_000])
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 def test_deep_json(http, depth, opening):
-    """Never a recursion too deep for the process; what is no field of ours is refused whatever its depth."""
+    """Never a recursion too deep for the process; unknown fields are refused at any depth."""
     closing = b"]" if opening == b"[" else b"}"
     value = opening * depth + b"1" + closing * depth
     headers = {"Content-Type": "application/json"}
@@ -115,7 +115,7 @@ def test_deep_json(http, depth, opening):
 
 
 def preflight(app) -> dict:
-    """What a browser asks before a page of another site may post."""
+    """A browser's preflight request before a page of another site may post."""
     sent = []
     headers = {"origin": "https://page.example", "access-control-request-method": "POST"}
     headers["access-control-request-headers"] = "authorization,content-type"
@@ -154,7 +154,7 @@ def test_pages_of_named_sites_are(llm):
     assert "access-control-allow-origin" not in preflight(with_cors(app, ["https://other.example"]))
 
 
-def test_open_files_are_raised_to_what_connections_need(monkeypatch):
+def test_the_open_file_limit_is_raised_for_connections(monkeypatch):
     limits = [1024, 1 << 20]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, new: limits.__setitem__(slice(None), new))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from outrider.platform.core.errors import EngineDeadError, OverloadedError
-from outrider.platform.core.logs import REQUEST_LOGGER, fields_of
+from outrider.platform.core.logs import REQUEST_LOGGER, extra_fields
 from outrider.platform.http.openai import event_stream
 from outrider.platform.http.protect import accounting
 from outrider.platform.tenancy.accounts.principal import Limits
@@ -31,7 +31,7 @@ def test_the_row_is_there_before_the_last_byte(ledger_server, path, streamed):
     ledger_server(scenario)
 
 
-def test_what_a_row_says(ledger_server, llm):
+def test_fields_of_a_row(ledger_server, llm):
     async def scenario(server):
         body = {"prompt": ["ab", "cde"], "n": 2, "max_tokens": 3, "model": "base"}
         answer = await server.http.post(COMPLETIONS, json=body, headers={"X-Request-Id": "mine-7"})
@@ -52,7 +52,7 @@ def test_what_a_row_says(ledger_server, llm):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_an_abandoned_beam_search_costs_what_it_had_found(ledger_server, llm, path):
+def test_an_abandoned_beam_search_is_charged_its_tokens(ledger_server, llm, path):
     waits = asyncio.Event()
 
     async def beam_search(*args, on_step, **options):
@@ -229,7 +229,7 @@ def test_gone_while_the_commit_is_in_flight(ledger_server, monkeypatch):
 
 
 def test_the_server_cancels_an_answer(ledger_server, llm):
-    """What the HTTP server does with answers that take too long at a shutdown."""
+    """The HTTP server cancels answers that take too long at a shutdown."""
     llm.blocked = True
 
     async def scenario(server):
@@ -291,7 +291,7 @@ def _full(journal, num_bytes):
     raise JournalError("the journal is full")
 
 
-def test_those_who_wait_for_a_place_are_refused_when_the_server_drains(ledger_server, llm):
+def test_requests_waiting_for_a_slot_are_refused_on_drain(ledger_server, llm):
     llm.blocked = True
 
     async def scenario(server):
@@ -332,7 +332,7 @@ def test_limits_over_http(ledger_server, llm):
     ledger_server(scenario, Limits(requests_per_minute=2, max_output_tokens=7))
 
 
-def test_the_wait_for_a_place_is_in_the_metrics(ledger_server, llm, caplog):
+def test_the_wait_for_a_slot_is_in_the_metrics(ledger_server, llm, caplog):
     """In the time to the first token and in the queue's, the same in the ledger and in the log."""
     caplog.set_level(logging.INFO, REQUEST_LOGGER)
 
@@ -353,7 +353,7 @@ def test_the_wait_for_a_place_is_in_the_metrics(ledger_server, llm, caplog):
         def total(name):  # of both requests: the first one waited for nothing
             return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"outrider:{name}_sum"))
 
-        logged = {fields["id"]: fields for record in caplog.records if "id" in (fields := fields_of(record))}
+        logged = {fields["id"]: fields for record in caplog.records if "id" in (fields := extra_fields(record))}
         line = logged.pop(row.request_id)
         [before] = logged.values()
         assert line["first_token_seconds"] >= line["queue_seconds"] >= 0.3

@@ -21,7 +21,7 @@ PEOPLE = {
 
 
 class Ledger:
-    """Takes everything; counts what it was told to begin."""
+    """Takes everything; records the tenants of begun rows."""
 
     problem = None
 
@@ -69,7 +69,7 @@ async def end(*tasks) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_places_and_the_engines_queue_are_bounded_together(server, llm):
+def test_tenants_queues_and_the_engines_queue_are_bounded_together(server, llm):
     async def scenario():
         async with client(server.app) as http:
 
@@ -82,7 +82,7 @@ def test_places_and_the_engines_queue_are_bounded_together(server, llm):
             waiting = asyncio.create_task(post("bounded"))
             await until(lambda: server.queue.num_waiting == 1)
             assert server.queue.num_for_places == 1
-            for key in PEOPLE:  # one would wait in the engine, the other for its tenant's place
+            for key in PEOPLE:  # one would wait in the engine, the other for its tenant's slot
                 answer = await post(key)
                 assert (answer.status_code, answer.json()["error"]["type"]) == (503, "OverloadedError")
                 assert "max_num_queued_reqs is 1" in answer.json()["error"]["message"]
@@ -125,7 +125,7 @@ def test_without_tenants_a_full_queue_is_found_before_the_prompt_is_tokenized(ll
     asyncio.run(scenario())
 
 
-def test_nobody_waits_for_a_place_when_the_server_has_begun_to_drain(server, llm):
+def test_no_request_waits_for_a_slot_while_draining(server, llm):
     """Not even who was let in before, and was still being tokenized."""
     serving = server.app.state.serving
     prompts = serving.prompts
@@ -153,7 +153,7 @@ def test_nobody_waits_for_a_place_when_the_server_has_begun_to_drain(server, llm
     asyncio.run(scenario())
 
 
-def test_new_constraints_of_one_tenant_keep_nobody_from_work(server, llm, monkeypatch):
+def test_new_constraints_of_one_tenant_delay_no_other_tenant(server, llm, monkeypatch):
     checked, may_go_on = [], threading.Event()
 
     def check(params):

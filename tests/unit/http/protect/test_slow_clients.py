@@ -16,7 +16,7 @@ def test_a_request_that_does_not_arrive(serve, begin):
     served = serve(client_timeout=0.3)
     refused = error(served.ask(begin))
     assert refused == (408, "RequestTimeout", "The request did not arrive within 0.3 s")
-    told = int(b"\r\n\r\n" in begin)  # the application, that nobody is there
+    told = int(b"\r\n\r\n" in begin)  # the application is notified that the client has gone
     served.until(lambda: served.app.gone == told)
 
 
@@ -42,7 +42,7 @@ def test_dripping_does_not_help(serve, monkeypatch):
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
-def test_who_asks_nothing_is_not_answered(serve):
+def test_an_idle_connection_is_closed_without_an_answer(serve):
     served = serve(client_timeout=0.2)
     with served.connect() as client, contextlib.suppress(ConnectionError):
         assert client.recv(1) == b""
@@ -50,7 +50,7 @@ def test_who_asks_nothing_is_not_answered(serve):
 
 
 @pytest.mark.slow
-def test_who_waits_for_an_answer_may_wait(serve):
+def test_a_client_may_wait_for_its_answer(serve):
     """It is the server that is slow."""
     served = serve(client_timeout=0.2)
     with served.connect(b"GET /wait HTTP/1.1\r\n\r\n") as client:
@@ -72,7 +72,7 @@ def test_time_in_which_the_server_stood_still_is_not_the_clients(serve, monkeypa
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
-def test_who_reads_nothing_is_dropped(serve):
+def test_a_client_that_reads_nothing_is_dropped(serve):
     served = serve(client_timeout=0.5)
     served.app.size = 64 << 20
     with served.connect(b"GET /big HTTP/1.1\r\n\r\n", SO_RCVBUF=4096):
@@ -85,7 +85,7 @@ def test_who_reads_nothing_is_dropped(serve):
 
 
 @pytest.mark.slow
-def test_who_reads_slowly_is_served(serve):
+def test_a_slow_reader_is_served(serve):
     served = serve(client_timeout=1.5)
     with served.connect(b"GET /big HTTP/1.1\r\nconnection: close\r\n\r\n", SO_RCVBUF=4096) as client:
         total, begun = 0, time.monotonic()
@@ -111,7 +111,7 @@ def test_an_early_answer_arrives_and_the_connection_serves_on(serve):
     assert not served.app.scopes[0].get("body")
 
 
-def test_what_follows_an_early_answer_is_bounded(serve, monkeypatch):
+def test_bytes_after_an_early_answer_are_bounded(serve, monkeypatch):
     monkeypatch.setattr(connections, "MAX_DISCARDED_BYTES", 1 << 20)
     served = serve()
     with served.connect(post(b"/early", 1 << 30)) as client:

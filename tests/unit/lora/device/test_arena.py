@@ -75,7 +75,7 @@ RANKS = st.dictionaries(st.sampled_from(sorted(MODULES)), st.integers(1, 4))
 
 @settings(max_examples=60)
 @given(RANKS, RANKS, st.permutations(range(NUM_ROWS)), st.booleans())
-def test_rows_hold_what_was_written_last(first, second, order, is_apart):
+def test_rows_hold_the_last_write(first, second, order, is_apart):
     arena = make(is_apart=is_apart)
     for seed, ranks in enumerate((first, second)):
         modules = weights(ranks, seed)
@@ -129,7 +129,7 @@ def test_rows_start_on_cache_lines_and_not_all_in_the_same_sets(dtype):
     assert stride % 4096 >= 64
 
 
-def test_rows_are_written_beside_others_that_are_read():
+def test_rows_are_written_while_others_are_read():
     arena = make()
     kept = weights({"q": 2, "gate": 2}, 5)
     arena.write(Allocation(b"kept", (0, 1)), arena.layout.pack(kept))
@@ -167,7 +167,7 @@ def resident_bytes():
         return int(file.read().split()[1]) * 4096
 
 
-def test_live_is_what_a_kernel_can_read_module_by_module():
+def test_live_flags_are_contiguous_bytes():
     arena = make()
     assert arena.live.dtype == np.uint8
     assert arena.live.strides[0] == 1
@@ -195,7 +195,7 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("names", [list(MODULES), ["q", "v"], ["k", "down"]])
 @pytest.mark.parametrize("rows", [(0, 1, 2, 3), (1, 2, 5, 9)])
 def test_a_gpu_copies_each_row_once_without_waiting(names, rows):
-    """From pinned memory it can only where both sides are contiguous; and a step waits where device memory is made."""
+    """From pinned memory only if both sides are contiguous; and a step waits when device memory is allocated."""
     arena = make(is_apart=True)
     packed = arena.layout.pack(weights(dict.fromkeys(names, len(rows))))
     with Copies(packed) as seen:

@@ -111,7 +111,7 @@ def test_steps_that_alternate():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_linear_knows_what_gains_need_of_its_weight(dtype, batch_invariant):
+def test_a_linear_has_the_row_norms_that_gains_need(dtype, batch_invariant):
     torch.manual_seed(0)
     linear = Linear("x", [("q", 24), ("k", 8)], 16, bias=True, dtype=dtype, device=CPU, batch_invariant=batch_invariant)
     weights = {}

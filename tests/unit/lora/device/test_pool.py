@@ -110,7 +110,7 @@ PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_the_least_recently_used_makes_way():
+def test_the_least_recently_used_is_evicted():
     pool = RowPool(8, 8)
     for key in (b"a", b"b"):
         pool.allocate(key, 4)
@@ -120,7 +120,7 @@ def test_the_least_recently_used_makes_way():
     assert pool.digests() == [b"a", b"c"]
 
 
-def test_those_that_run_are_limited_and_those_that_are_there_are_not():
+def test_running_adapters_are_limited_and_resident_ones_are_not():
     pool = RowPool(100, 2)
     for key in (b"a", b"b", b"c"):
         pool.allocate(key, 1)
@@ -152,7 +152,7 @@ def test_thousands_of_rows_are_no_burden():
     pool.check_integrity()
 
 
-def test_rows_are_neighbours_where_a_gap_allows_it():
+def test_rows_are_adjacent_if_a_gap_allows_it():
     pool = RowPool(12, 8)
     for key in (b"a", b"b", b"c"):
         pool.allocate(key, 3)

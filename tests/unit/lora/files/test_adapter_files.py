@@ -316,7 +316,7 @@ def test_headers_that_lie(tmp_path, read, content):
 
 
 @pytest.mark.parametrize("header", [HALF_A_CHARACTER, SLOW_PRODUCT], ids=["half a character", "slow product"])
-def test_what_the_library_would_not_have_let_through_if_it_had_seen_it(header):
+def test_headers_that_safetensors_refuses_are_refused(header):
     """The file may change after it was checked."""
     with pytest.raises(InvalidFileError, match=r"no Unicode text|more elements"):
         read_header(json.dumps(header).encode(), 4)
@@ -371,7 +371,7 @@ def test_matrices_without_rows(tmp_path, read):
 
 
 def test_the_digest_of_dora_is_of_b_before_it_is_rounded():
-    """So is the gain, and what is served."""
+    """So are the gain and the served adapter."""
     base = torch.randn(64, 16)
     a, b, magnitude = torch.randn(4, 16), torch.randn(64, 4), torch.rand(64) + 1.0
     other = b * (1.0 + 1e-3 * torch.randn(64, 4))

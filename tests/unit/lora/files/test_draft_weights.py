@@ -74,7 +74,7 @@ def test_both_parts_are_one_adapter(tmp_path):
     torch.testing.assert_close(weights.b, expected)
 
 
-def test_the_digest_is_of_both_parts_where_both_are_used(tmp_path):
+def test_the_digest_covers_draft_weights_only_if_they_are_used(tmp_path):
     one, other = write_both(tmp_path / "1"), write_both(tmp_path / "2", draft_seed=2)
     plain = write_adapter(tmp_path / "3")
     assert len({read(path).digest for path in (one, other, plain)}) == 3
@@ -94,7 +94,7 @@ def test_a_broken_part_of_the_drafter_is_no_part_of_the_content(tmp_path):
     ("where", "draft"),
     [("draft/draft_model", "loaded"), ("draft", "loaded"), ("draft/eagle3", ""), ("drafts", "")],
 )
-def test_where_draft_weights_are_looked_for(tmp_path, where, draft):
+def test_draft_weights_are_found_in_the_folder_draft(tmp_path, where, draft):
     assert read(write_both(tmp_path, where=where)).draft == draft
 
 
@@ -116,7 +116,7 @@ def test_named_draft_weights(tmp_path):
 
 
 def deep_folder(root, length):
-    """A folder whose path has `length` characters, with the configuration where there is room for its name."""
+    """A folder whose path has `length` characters, with the configuration if there is room for its name."""
     path = str(root)
     while length - len(path) > 250:
         path += "/" + "d" * 100
@@ -174,7 +174,7 @@ def unreadable_weights(path):
         ("draft/draft_model", lambda path: path.write_text("x"), "is a file, and no folder"),
     ],
 )
-def test_draft_weights_that_cannot_be_used_say_why(tmp_path, where, make, reason):
+def test_unusable_draft_weights_give_the_reason(tmp_path, where, make, reason):
     path = write_adapter(tmp_path)
     (tmp_path / where).parent.mkdir(exist_ok=True)
     make(tmp_path / where)
@@ -301,7 +301,7 @@ def test_changed_draft_weights_are_refused_once_out_of_memory(make_drafted, tmp_
     assert before in manager.gone
 
 
-def test_gone_is_told_once_nobody_has_the_content(make_drafted, tmp_path):
+def test_gone_is_reported_once_when_the_content_is_unused(make_drafted, tmp_path):
     manager = make_drafted()
     path = write_both(tmp_path / "x")
     twin = str(tmp_path / "twin")

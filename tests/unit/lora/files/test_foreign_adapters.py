@@ -50,7 +50,7 @@ def test_an_mlx_adapter_is_the_peft_adapter_with_its_scale(make_manager, tmp_pat
     ],
     ids=["full", "scale", "experts", "embeddings", "twice"],
 )
-def test_what_of_mlx_is_refused(make_manager, tmp_path, state, config, message):
+def test_unsupported_mlx_options_are_refused(make_manager, tmp_path, state, config, message):
     with pytest.raises(AdapterError, match=message):
         admitted(make_manager(), "x", write_mlx(tmp_path / "x", mlx_state() | state, **config))
 
@@ -106,7 +106,7 @@ def test_prefixes_and_adapter_names(make_manager, tmp_path, prefix, middle):
 
 
 @pytest.mark.parametrize("count", [1, 2, 60])
-def test_the_first_tensor_without_a_place_is_named_and_the_others_counted(make_manager, tmp_path, count):
+def test_the_first_unexpected_tensor_is_named_and_the_others_counted(make_manager, tmp_path, count):
     extra = {f"base_model.model.model.layers.{i}.mlp.gate.lora_A.weight": torch.ones(4, 16) for i in range(count)}
     with pytest.raises(AdapterError, match="has no linear module") as found:
         admitted(make_manager(), "x", write_adapter(tmp_path / "x", tensors() | extra))

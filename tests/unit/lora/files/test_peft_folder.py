@@ -277,7 +277,7 @@ def test_damaged_files_are_refused_or_read_as_something_finite(tmp_path_factory,
     assert all(torch.isfinite(part).all() for weights in adapter.modules.values() for part in weights[:2])
 
 
-def test_a_damaged_header_is_called_what_it_is(tmp_path):
+def test_a_damaged_header_is_named(tmp_path):
     path = write_adapter(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(AdapterError, match="not a valid safetensors file"):

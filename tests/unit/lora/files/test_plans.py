@@ -82,7 +82,7 @@ def test_the_first_of_a_form_is_read_by_its_plan(both, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [*UNPLANNED, "magnitudes"])
-def test_what_takes_more_thought_goes_the_long_way(both, tmp_path, understood, kind):
+def test_adapters_without_a_simple_plan_are_read_in_full(both, tmp_path, understood, kind):
     options = dict(KINDS.get(kind, {"state": magnitudes, "use_dora": True}))
     state = options.pop("state", lambda: None)()
     for name in ("a", "b"):
@@ -145,7 +145,7 @@ def test_a_file_that_becomes_shorter_meanwhile(both, tmp_path, monkeypatch):
         quick(both, path)
 
 
-def test_draft_weights_beside_a_plan(both, tmp_path):
+def test_draft_weights_with_a_plan(both, tmp_path):
     for name in ("a", "b"):
         path = write_adapter(tmp_path / name)
         draft_weights(tmp_path / name / "draft")
@@ -165,7 +165,7 @@ def test_few_forms_are_remembered(both, tmp_path, monkeypatch, understood):
 
 
 def test_a_header_is_checked_once(both, tmp_path, monkeypatch):
-    """By the library; what it found wrong is found wrong again."""
+    """By the library; its findings are found again."""
     tensor_file._known.cache_clear()
     real, checked = tensor_file.safe_open, []
     monkeypatch.setattr(tensor_file, "safe_open", lambda *a, **k: checked.append(1) or real(*a, **k))

@@ -105,7 +105,7 @@ def test_refusals(tmp_path, extra, message):
     embedding, _, _ = make_embedding()
     with pytest.raises(AdapterError, match=message):
         read(write_adapter(tmp_path, extra), embedding)
-    with pytest.raises(AdapterError, match="not served"):  # where the model has no such sites
+    with pytest.raises(AdapterError, match="not served"):  # if the model has no such sites
         parse(write_adapter(tmp_path / "y", state()), {}, max_rank=8, dtype=torch.float32)
 
 
@@ -211,7 +211,7 @@ def test_own_rows_of_a_smaller_vocabulary_and_their_memory(managed, tmp_path):
         admit(manager, mixed_request(("own", path, 0.5)))
     manager.forget(request)
     assert len(embedding.own_rows) == 1
-    for index in range(9):  # they take its place
+    for index in range(9):  # they evict it
         one = write_adapter(tmp_path / str(index), tensors(8, seed=index), rank=8)
         manager.forget(admitted(manager, str(index), one))
     manager.forget(other)
@@ -220,7 +220,7 @@ def test_own_rows_of_a_smaller_vocabulary_and_their_memory(managed, tmp_path):
     assert len(embedding.own_rows) == 0
 
 
-def test_the_head_costs_nothing_where_nobody_adapts_it(managed):
+def test_the_head_costs_nothing_without_adapters_of_it(managed):
     manager, _, _, _, folders = managed
     requests = [admitted(manager, name, folders[name]) for name in ("tokens", "neither", "head")]
     tokens, neither, head = (request.adapter for request in requests)

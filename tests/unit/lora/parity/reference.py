@@ -79,7 +79,7 @@ def train_vera(base, seed, **options):
     model = get_peft_model(load_base(base), VeraConfig(projection_prng_key=seed, **options))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.data += (1 if "vera_lambda" in name else 0.3) * torch.randn_like(parameter)
+            parameter.data += (0.5 if "vera_lambda" in name else 0.3) * torch.randn_like(parameter)
     return model
 
 

@@ -115,7 +115,11 @@ def case(request, tmp_path_factory):
     train_vera(base, 52, r=6, target_modules=["lm_head", *ALL]).save_pretrained(paths["vera"])
     paths["pissa"] = save_pissa(base, folder)
     names = ["base", *paths, "base-2"]
-    prompts = {name: torch.randint(3, VOCAB, (5 + 9 * i % 37,)).tolist() for i, name in enumerate(names)}
+    prompt_generator = torch.Generator().manual_seed(53)
+    prompts = {
+        name: torch.randint(3, VOCAB, (5 + 9 * i % 37,), generator=prompt_generator).tolist()
+        for i, name in enumerate(names)
+    }
     logits = {name: peft_logits(base, paths.get(name), prompt) for name, prompt in prompts.items()}
     return base, paths, prompts, logits
 

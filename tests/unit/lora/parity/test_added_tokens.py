@@ -101,7 +101,7 @@ def test_rows_that_equal_the_base_models_are_not_kept(case):
     ],
     ids=["table", "limit", "activated", "dora"],
 )
-def test_what_does_not_fit_is_refused(case, tmp_path, monkeypatch, options, most, message):
+def test_misfits_are_refused(case, tmp_path, monkeypatch, options, most, message):
     base, _ = case
     path = str(tmp_path / "adapter")
     train_resized(base, 1, **options).save_pretrained(path)

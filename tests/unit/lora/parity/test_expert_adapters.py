@@ -36,7 +36,7 @@ LENGTHS = {
 
 
 def each_expert(family, folder, rank=4):
-    """Write an adapter with keys of single experts, as PEFT does where each expert is a module of its own."""
+    """Write an adapter with keys of single experts, as PEFT does if each expert is a module of its own."""
     blocks = {f"experts.{expert}": INNER for expert in range(4)}
     block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
     if family == "Mixtral":
@@ -156,7 +156,7 @@ def test_square_parameters_of_a_peft_that_transposes_them_are_refused(case, tmp_
         ("use_dora", "lora_magnitude_vector", r"experts\.0.*DoRA \(use_dora\) is not served on experts"),
     ],
 )
-def test_what_is_not_served_on_experts_is_refused_and_not_left_out(case, tmp_path, field, ending, message):
+def test_unsupported_expert_options_are_refused(case, tmp_path, field, ending, message):
     base, paths, prompts, _ = case
     tensors = load_file(f"{paths['each']}/adapter_model.safetensors")
     tensors |= {
@@ -171,7 +171,7 @@ def test_what_is_not_served_on_experts_is_refused_and_not_left_out(case, tmp_pat
         Engine(base, {"each": str(tmp_path)}, {"each": prompts["each"]}).admit(["each"])
 
 
-def test_a_square_parameter_is_read_as_the_others_of_its_file(tmp_path):
+def test_a_square_parameter_is_oriented_like_the_rest_of_its_file(tmp_path):
     """PEFT writes those of Llama 4 transposed."""
     sizes = {"intermediate_size": HIDDEN, "intermediate_size_mlp": 40, "num_local_experts": 4, "head_dim": 12}
     base = save_base(tmp_path / "base", "Llama4Text", False, interleave_moe_layer_step=1, **sizes)

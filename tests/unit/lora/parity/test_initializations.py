@@ -60,7 +60,7 @@ def initialized(base, kind):
 
 
 def trained(base, kind, folder):
-    """Train and save an adapter as it is and, where the base weights have changed, converted. Returns the model and
+    """Train and save an adapter as it is and, if the base weights have changed, converted. Returns the model and
     the folder that is served."""
     model = initialized(base, kind)
     config = model.peft_config["default"]
@@ -101,7 +101,7 @@ def test_logits_are_those_of_the_trained_model(base, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [*CONVERTED, "loftq"])
 def test_those_that_changed_the_base_are_refused_by_name(base, tmp_path, kind):
-    """Their base is another one; where the field is in the file it is named, with the way to convert."""
+    """Their base is another one; if the field is in the file, the error names it and the way to convert."""
     config = LoraConfig(**options(kind))
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] == kind

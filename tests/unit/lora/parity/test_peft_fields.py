@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
-# Options of PEFT in addition to `PLAIN`, by name of the case: the field, and a letter where it has several.
+# Options of PEFT in addition to `PLAIN`, by name of the case: the field, and a letter if it has several.
 TRAINED = {
     "task_type": {"task_type": "CAUSAL_LM"},
     "auto_mapping": {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
@@ -172,7 +172,7 @@ def test_refused_values_are_refused_by_the_name_of_the_field(adapters):
 @pytest.mark.parametrize(
     ("value", "served"), [(True, False), ({"x": 1}, False), (None, True), (False, True), ({}, True)]
 )
-def test_a_field_of_a_newer_peft_is_named_where_it_switches_something_on(adapters, tmp_path, value, served):
+def test_an_unknown_peft_field_is_named_if_it_is_switched_on(adapters, tmp_path, value, served):
     base, paths = adapters
     shutil.copytree(paths["r"], tmp_path / "newer")
     file = tmp_path / "newer" / "adapter_config.json"

@@ -30,7 +30,7 @@ ADAPTERS = {
         "rank_pattern": {"lm_head": 6, "model.embed_tokens": 2},
         "alpha_pattern": {"embed_tokens": 7},
     },
-    # Where the base ties its head, PEFT trains one adapter for both and stores it twice.
+    # If the base ties its head, PEFT trains one adapter for both and stores it twice.
     "tying": {"r": 4, "lora_alpha": 4, "target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
 }
 LENGTHS = {

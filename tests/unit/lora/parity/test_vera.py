@@ -18,7 +18,7 @@ from .reference import ALL, CONFIG, VOCAB, Engine, peft_logits, save_base, train
 pytestmark = pytest.mark.slow
 
 PLAIN = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-# Options in addition to `PLAIN`, by name of the case: the field, and a letter where it has several.
+# Options in addition to `PLAIN`, by name of the case: the field, and a letter if it has several.
 SERVED = {
     "r": {"r": 7},
     "task_type": {"task_type": "CAUSAL_LM"},

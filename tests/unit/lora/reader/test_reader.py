@@ -127,7 +127,7 @@ def magnitudes():
     return state
 
 
-def test_what_needs_the_bases_weights_or_is_more_than_rank_rows_is_left_to_the_thread(running, tmp_path):
+def test_adapters_beyond_rank_rows_are_left_to_the_thread(running, tmp_path):
     dora = write_adapter(tmp_path / "dora", magnitudes(), use_dora=True)
     assert running.by_process(dora) is None
     assert running.by_thread(dora).packed[0].gains

@@ -54,7 +54,7 @@ def test_the_lock_is_given_up_now_and_then(monkeypatch):
 
 
 @pytest.mark.parametrize(("runnable", "rests"), [(1, False), (2, False), (3, True), (30, True)])
-def test_the_processor_is_given_up_where_others_want_it(monkeypatch, runnable, rests):
+def test_the_reader_yields_its_core_when_steps_want_it(monkeypatch, runnable, rests):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(step_yield.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(step_yield.os, "pread", lambda *_: f"0.20 0.18 12.12 {runnable}/80 11206\n".encode())
@@ -65,11 +65,11 @@ def test_the_processor_is_given_up_where_others_want_it(monkeypatch, runnable, r
     assert sum(clock.slept) == pytest.approx(3 * 10e-3 if rests else 0.0, rel=0.1)
 
 
-def test_what_runs_is_counted():
+def test_runnable_processes_are_counted():
     assert CpuYielder()._num_runnable() >= 1
 
 
-def test_long_steps_are_told_from_others():
+def test_long_steps_are_recognised():
     descriptor = LongStepFlag.create()
     here, there = LongStepFlag(descriptor), LongStepFlag(descriptor)
     os.close(descriptor)

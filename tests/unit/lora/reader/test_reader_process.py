@@ -155,7 +155,7 @@ def test_close_does_not_wait_for_one_that_hangs(both, tmp_path):
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["socket closed", "socket held by a fork"])
-def test_it_goes_with_the_engines_process(tmp_path, held):
+def test_the_reader_ends_with_the_engines_process(tmp_path, held):
     script = tmp_path / "engine.py"
     script.write_text(
         f"""
@@ -181,7 +181,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     wait_until(lambda: not alive(pid))
 
 
-def test_it_is_nicer_where_that_is_allowed(both, tmp_path, monkeypatch):
+def test_the_reader_process_is_nicer_if_allowed(both, tmp_path, monkeypatch):
     source = AdapterSource(write_adapter(tmp_path / "a"))
     reader = AdapterReader(both.files)
     reader.start()
@@ -201,7 +201,7 @@ def test_it_is_nicer_where_that_is_allowed(both, tmp_path, monkeypatch):
     other.close()
 
 
-def test_where_it_pays(monkeypatch):
+def test_the_reader_process_pays_on_a_free_core_or_with_long_steps(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert reader_module.pays(1)
     assert not reader_module.pays(2)
@@ -219,7 +219,7 @@ def mapped():
     return Path("/proc/self/maps").read_text().count("outrider-adapter")
 
 
-def test_an_engine_tells_it_of_long_steps(folder):
+def test_an_engine_signals_long_steps_to_the_reader(folder):
     config = LoRAConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=8)
     manager = AdapterManager(make_linears(), config, torch.float32, "cpu", AdapterHooks(reader_process=True))
     try:

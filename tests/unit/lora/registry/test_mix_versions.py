@@ -36,7 +36,7 @@ def mixes_of(manager):
     return list(manager._registry._mixes.values())
 
 
-def test_a_mix_adds_what_its_parts_add(make, folder):
+def test_a_mix_adds_the_deltas_of_its_parts(make, folder):
     manager = make(max_loras=3)
     a, b = folder("a", rank=4), folder("b", rank=2)
     mix = admit(manager, mixed_request(("a", a, 0.7), ("b", b, -1.5)))
@@ -88,7 +88,7 @@ def test_parts_that_are_read_for_a_mix_are_known_then(make, folder):
         manager.forget(each)
 
 
-def test_a_mix_that_nobody_uses_lives_while_it_is_resident(make, folder):
+def test_an_unused_mix_lives_while_it_is_resident(make, folder):
     gone = []
     manager = make(max_loras=2, max_lora_rank=8, max_cpu_loras=3, hooks=on_gone(gone))
     a, b = folder("a"), folder("b")
@@ -144,7 +144,7 @@ def test_a_mix_goes_with_a_part_and_running_requests_finish_on_it(make, folder, 
 
 
 def test_waiting_mixes_finish_on_the_parts_that_they_were_asked_with(make, folder):
-    """The part's old content is gone from disk; what is in memory is enough."""
+    """The part's old content is gone from disk; the copy in memory is enough."""
     manager = make(max_loras=4)
     a, b, c = (folder(name) for name in "abc")
     for name, path in (("a", a), ("b", b)):
@@ -276,7 +276,7 @@ def test_a_preempted_mix_goes_on_with_its_content(make, folder):
     manager.forget(mix)
 
 
-def test_what_the_manager_serves_is_what_mixing_makes(make, folder):
+def test_the_manager_serves_the_mixed_weights(make, folder):
     manager = make()
     a, b = folder("a", rank=3), folder("b", rank=5)
     mix = admit(manager, mixed_request(("a", a, 0.25), ("b", b, 4)))

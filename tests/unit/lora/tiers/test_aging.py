@@ -87,7 +87,7 @@ LONGEST = 5  # steps
     tight=st.booleans(),
     hot=st.booleans(),
 )
-def test_the_wait_is_bounded_when_16_adapters_want_8_places(seed, few_rows, tight, hot):
+def test_the_wait_is_bounded_for_16_adapters_on_8_slots(seed, few_rows, tight, hot):
     """A request waits at most until it has aged, and then for each of the other adapters as long as one request runs,
     and until its own and theirs have been read and written, of which one ends in a step."""
     chance = random.Random(seed)
@@ -111,7 +111,7 @@ def test_the_wait_is_bounded_when_16_adapters_want_8_places(seed, few_rows, tigh
     assert load.longest > 0
 
 
-def test_popular_adapters_do_not_keep_the_places(make_manager, folder):
+def test_popular_adapters_do_not_keep_the_slots(make_manager, folder):
     """Two adapters with endless requests and room for one: both run, in turn."""
     now = [0.0]
     manager = make_manager(max_loras=1, max_lora_rank=4, clock=lambda: now[0])
@@ -135,7 +135,7 @@ def test_popular_adapters_do_not_keep_the_places(make_manager, folder):
         manager.forget(request)
 
 
-def test_a_pinned_adapter_shares_the_places_to_run(make_manager, folder):
+def test_a_pinned_adapter_shares_the_running_slots(make_manager, folder):
     """It stays on the device, and still lets others run in turn."""
     now = [0.0]
     manager = make_manager(max_loras=1, max_lora_rank=4, memory_bytes=1 << 20, clock=lambda: now[0])

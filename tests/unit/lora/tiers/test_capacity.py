@@ -61,7 +61,7 @@ def test_rows_by_default_and_by_bytes(make_manager):
     assert f"takes {4 * size} bytes" in error.value.message
 
 
-def test_adapters_that_nobody_runs_stay_while_rows_last(make_manager, folder):
+def test_idle_adapters_stay_while_rows_last(make_manager, folder):
     manager = make_manager(max_loras=1, max_lora_rank=8, max_cpu_loras=8)  # 8 rows
     for name in "abcd":
         manager.forget(admitted(manager, name, folder(name, rank=2)))
@@ -255,7 +255,7 @@ def test_pins_leave_half_of_the_bytes(make_manager, folder):
     assert [info.name for info in manager.catalog.list()] == ["a"]
 
 
-def test_a_host_tier_full_of_what_runs_makes_others_wait(make_manager, folder):
+def test_a_host_tier_full_of_running_adapters_makes_others_wait(make_manager, folder):
     manager = make_manager(max_loras=2, max_cpu_loras=2)
     running = [admitted(manager, name, folder(name), name) for name in "ab"]
     other = make_request("c", folder("c"))

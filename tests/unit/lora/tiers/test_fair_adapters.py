@@ -89,7 +89,7 @@ def make_engine(folder):
         engine.manager.close()
 
 
-def test_two_tenants_want_one_place_without_end(make_engine):
+def test_two_tenants_with_one_adapter_slot_are_served_alike(make_engine):
     """Each has requests for an adapter of its own in every step: both are served, about the same."""
     engine = make_engine(max_num_seqs=4)
     added = {}
@@ -108,7 +108,7 @@ def test_two_tenants_want_one_place_without_end(make_engine):
 
 
 @pytest.mark.parametrize("max_cpu_loras", [1, 4])
-def test_who_was_refused_before_accounts_changed_places_asks_again(make_engine, max_cpu_loras):
+def test_a_refused_adapter_is_retried_when_accounts_change_order(make_engine, max_cpu_loras):
     """b's adapter finds no room while c, who is served less, waits for the one that is there. c's requests without any
     adapter then cost it its place; when they end, b has waited too long for c's to start, and must be looked at."""
     engine = make_engine(max_cpu_loras=max_cpu_loras)

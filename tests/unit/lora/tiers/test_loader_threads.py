@@ -18,7 +18,7 @@ SECONDS = 10
 
 
 class Gate:
-    """Counts what is in flight, and holds it until `open` is set."""
+    """Counts work in flight, and holds it until `open` is set."""
 
     def __init__(self):
         self.open = threading.Event()
@@ -201,7 +201,7 @@ def test_short_jobs_do_not_wait_for_long_ones():
     loader.close()
 
 
-def test_what_is_done_at_once_is_handed_over_like_the_rest():
+def test_work_done_at_once_is_handed_over_like_the_rest():
     loader, going = LoaderThreads(), threading.Event()
     loader.submit(lambda: (going.wait(SECONDS), "read")[1])
     loader.add_result("write")

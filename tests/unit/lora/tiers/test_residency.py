@@ -75,7 +75,7 @@ def test_requests_that_ended_while_waiting_claim_nothing(make_manager, folder):
     assert manager.catalog.stats().waiting == []
 
 
-def test_one_that_waited_too_long_gets_the_rows_next(make_manager, folder):
+def test_the_longest_waiting_adapter_gets_the_rows_next(make_manager, folder):
     now = [0.0]
     manager = make_manager(max_lora_rank=4, max_loras=2, clock=lambda: now[0])
     busy = [admitted(manager, name, folder(name), name) for name in "ab"]
@@ -104,7 +104,7 @@ def test_one_that_waited_too_long_gets_the_rows_next(make_manager, folder):
 
 @pytest.mark.parametrize("max_cpu_loras", [1, 2])
 def test_a_stream_of_requests_for_one_adapter_does_not_starve_another(make_manager, folder, max_cpu_loras):
-    """Also when host memory has room for no more than the device: then the load itself is what must wait."""
+    """Also when host memory has room for no more than the device: then the load itself must wait."""
     now = [0.0]
     manager = make_manager(max_lora_rank=4, max_loras=1, max_cpu_loras=max_cpu_loras, clock=lambda: now[0])
     path = folder("a")
@@ -276,7 +276,7 @@ def test_pinned_in_place_moves_the_pin(make_manager, folder):
     assert len(manager._residency.pool) == 2
 
 
-def test_who_leaves_host_memory_is_found_without_a_look_at_all(make_manager, folder, monkeypatch):
+def test_the_adapter_to_evict_is_found_without_a_full_scan(make_manager, folder, monkeypatch):
     """The first unused one in order: with thousands in memory, checking more would delay a step."""
     manager = make_manager(max_loras=2, max_cpu_loras=24)
     for index in range(24):

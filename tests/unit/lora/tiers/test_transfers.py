@@ -50,7 +50,7 @@ def read_up(manager, request):
     raise AssertionError
 
 
-def test_nobody_is_admitted_before_the_rows_are_written(make_manager, folder, gate):
+def test_no_request_is_admitted_before_the_rows_are_written(make_manager, folder, gate):
     manager = make_manager()
     request, base = make_request("a", folder("a")), make_request()
     manager.resolve(request)
@@ -66,7 +66,7 @@ def test_nobody_is_admitted_before_the_rows_are_written(make_manager, folder, ga
     manager.forget(request)
 
 
-def test_rows_in_flight_are_given_to_nobody_else(make_manager, folder, gate):
+def test_rows_in_flight_are_not_reused(make_manager, folder, gate):
     """Their owner is unloaded while it is written; the next one must not get the rows before that has ended."""
     manager = make_manager(max_loras=1, max_lora_rank=4)
     gone = make_request("a", folder("a"), "gone")
@@ -308,7 +308,7 @@ def test_small_adapters_are_written_by_the_thread_that_steps(make_manager, tmp_p
     manager.check_integrity()
 
 
-def test_nobody_overtakes_who_has_a_small_adapter_written(make_manager, folder):
+def test_no_request_overtakes_a_small_transfer(make_manager, folder):
     manager = make_manager()
     first, second = make_request("a", folder("a")), make_request("a", folder("a"))
     manager.resolve(first)

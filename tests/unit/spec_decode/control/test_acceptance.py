@@ -33,7 +33,7 @@ def test_late_positions_share_a_pool():
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_an_adapters_estimate_becomes_what_its_requests_show(p):
+def test_an_adapters_estimate_follows_its_requests(p):
     counts = AcceptanceRate(ADAPTER_MEMORY)
     assert adapter_rates(counts, 0.6) == PRIOR
     rounds(counts, p, 1000)
@@ -78,12 +78,12 @@ def prices(base, each, draft=0.0):
     return StepPrices(lambda count: base + each * count, lambda _, count: draft * count)
 
 
-def test_no_drafts_where_each_costs_as_much_as_a_token():
+def test_no_drafts_if_each_costs_as_much_as_a_token():
     plan = best_plan([Offer(0, survival(PRIOR, 8))], prices(1.0, 1.0), 1, fair=False)
     assert (plan.num_drafts, plan.gain) == ([0], 1.0)
 
 
-def test_all_drafts_where_they_are_free():
+def test_all_drafts_if_they_are_free():
     plan = best_plan([Offer(0, survival([0.9] * NUM_POOLS, 8))], prices(1.0, 0.0), 1, fair=False)
     assert plan.num_drafts == [8]
     assert plan.gain == pytest.approx(sum(0.9**j for j in range(9)))

@@ -32,7 +32,7 @@ def test_times_lie_on_a_line_between_measured_sizes_and_beyond_them():
     assert costs.seconds(3, 0) == pytest.approx(0.010), "the nearest number of rows"
 
 
-def test_a_step_takes_time_however_steep_the_line_through_what_was_measured():
+def test_a_predicted_step_time_is_positive():
     costs = StepCosts()
     for _ in range(4):
         costs.add(6, 12, 0.010)
@@ -40,7 +40,7 @@ def test_a_step_takes_time_however_steep_the_line_through_what_was_measured():
     assert costs.seconds(6, 0) == pytest.approx(0.005)
 
 
-def test_a_number_of_drafts_that_was_never_measured_is_tried_since_it_seems_cheap():
+def test_an_unmeasured_number_of_drafts_is_tried_if_predicted_cheap():
     costs = StepCosts()
     for _ in range(4):
         costs.add(1, 0, 0.010)
@@ -144,7 +144,7 @@ def test_catching_up_has_a_price_for_each_token():
     assert costs.catch_up_seconds(100) == pytest.approx(0.010)
 
 
-def test_drafts_cost_a_batch_that_had_none_what_they_cost_another():
+def test_draft_costs_carry_over_to_unmeasured_batches():
     costs = StepCosts()
     for _ in range(5):
         costs.add(16, 0, 0.012)

@@ -17,8 +17,7 @@ NEURAL = Costs(0.05, 2.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("p", [0.1, 0.8])
+@pytest.mark.parametrize(("p", "rows"), [(0.1, 1), (0.8, 8)])
 @pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)
 def test_goodput_is_near_that_of_the_best_fixed_number(curve, p, rows):
     """And never much below that without drafts. A staircase of costs is drawn as a line between measured sizes."""
@@ -36,7 +35,7 @@ def test_the_order_of_overlapping_steps_changes_nothing(curve, overlaps):
     assert world.run(600) > 0.95 * max(world.fixed(0, k, 150) for k in (0, 1, 2, 4, 8))
 
 
-def test_where_drafts_are_wrong_steps_are_planned_without_them():
+def test_wrong_drafts_end_drafting():
     world = World(short, {(BASE, 0): 0.05}, [BASE] * 4, [NEURAL]).warm_up()
     world.run(300)
     world.counts.clear()
@@ -129,7 +128,7 @@ def drafting_cost(curve, p, gain):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("curve", [long, short], ids=["each row", "a class of batch sizes"])
-def test_drafting_begins_for_three_per_cent_and_goes_on_for_half_a_per_cent(curve):
+def test_drafting_starts_at_three_per_cent_and_stops_below_half(curve):
     for gain, begins in ((1.02, False), (1.04, True)):  # the acceptance is the expected one at first
         world = World(curve, {(BASE, 0): 0.6}, [BASE], [Costs(0.0, drafting_cost(curve, 0.6, gain))]).warm_up()
         world.plan()
@@ -169,7 +168,7 @@ def test_with_short_steps_a_class_of_batch_sizes_has_one_number():
     assert changes < 10 + 2 * (world.now - began) / 1000
 
 
-def test_a_choice_only_lowers_what_there_is_room_for():
+def test_a_choice_never_exceeds_the_room():
     world = World(flat, {(BASE, 0): 0.95}, [BASE] * 2, [LOOKUP]).warm_up()
     world.run(100)
     rows = [

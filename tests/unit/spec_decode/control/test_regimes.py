@@ -103,7 +103,7 @@ def test_acceptance_that_drops_costs_little_and_drafting_ends():
     assert cost < 1.03
 
 
-def test_trials_of_many_adapters_cost_together_what_those_of_one_do():
+def test_trials_of_many_adapters_cost_no_more_than_of_one():
     adapters = [b"%d" % index for index in range(8)]
     accept = {(adapter, drafter): 0.1 for adapter in adapters for drafter in (0, 1)}
     world = World(saturating, accept, adapters, [HEAD, LOOKUP], noise=0.05, length=100).warm_up()

@@ -14,7 +14,7 @@ from outrider.models.checkpoint.paths import resolve_model_path
         (False, "pytorch_model.bin", {"pytorch_model*.bin"}),
     ],
 )
-def test_what_is_fetched_from_the_hub(monkeypatch, tmp_path, draft, stored, pickles):
+def test_files_fetched_from_the_hub(monkeypatch, tmp_path, draft, stored, pickles):
     asked = set()
 
     def snapshot_download(name, allow_patterns, **options):

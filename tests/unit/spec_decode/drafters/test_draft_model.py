@@ -166,7 +166,7 @@ def test_a_prompt_in_chunks_is_computed_when_drafts_are_wanted(draft: Draft) -> 
     assert engine.step(sequence, 3).drafts.token_ids == draft.greedy(sequence.request.tokens, 3)
 
 
-def test_a_spell_without_drafts_costs_nothing_and_is_made_up(draft: Draft) -> None:
+def test_steps_without_drafts_are_caught_up_later(draft: Draft) -> None:
     engine = Engine(draft)
     sequence = engine.sequence(6)
     engine.step(sequence, 2)
@@ -232,7 +232,7 @@ def test_parts_of_prompts_are_computed_together_with_rows_that_draft(draft: Draf
 
 
 def test_rows_without_drafts_are_not_computed_with_others(draft: Draft) -> None:
-    """A trial of a few rows costs what these cost."""
+    """A trial of a few rows costs as much as these rows."""
     engine = Engine(draft)
     idle, busy = engine.sequence(9, seed=1), engine.sequence(5, seed=2)
     proposals = engine.propose((idle, idle.row(0)), (busy, busy.row(1)))
@@ -329,7 +329,7 @@ def test_composition(draft: Draft) -> None:
     assert drafter.needs.kv_layers == (KVLayerSpec(2, 8),) * 2
 
 
-def test_weights_are_quantised_as_the_targets_unless_told_otherwise(draft: Draft) -> None:
+def test_weights_are_quantised_as_the_targets_by_default(draft: Draft) -> None:
     def size(**options: Any) -> int:
         return sum(linear.packed.num_bytes for linear in make(draft, **options).needs.linears)
 
@@ -359,7 +359,7 @@ def write_tokenizer(folder: Path, vocabulary: object, added: Any = ()) -> Path:
         ({"a": 1, "b": 0, "c": 2}, [{"id": 3, "content": "<s>"}], "50.0% of the tokens agree"),
     ],
 )
-def test_a_tokenizer_that_differs_is_said(
+def test_a_differing_tokenizer_is_reported(
     draft: Draft, tmp_path: Path, caplog: pytest.LogCaptureFixture, vocabulary: object, added: Any, said: str | None
 ) -> None:
     shutil.copytree(draft.path, tmp_path / "draft")

@@ -108,7 +108,7 @@ def test_every_architecture_name_is_read_as_its_kind(decoder, make_head, method,
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_what_is_drafted_depends_on_every_tensor(target, make_head, load_head, method):
+def test_drafts_depend_on_every_tensor(target, make_head, load_head, method):
     """Guards the test above: with any tensor changed, the dense pass gives other logits."""
     head = make_head(method, own_embedding=True, own_head=True, fc_bias=method == "eagle", attention_bias=True)
     tokens, drafts = list(range(3, 12)), [5, 6, 7]

@@ -146,7 +146,7 @@ def test_before_anything_is_loaded_errors_name_the_draft_too(make_head, tmp_path
     assert len(caught.value.message) < 1000
 
 
-def test_a_limit_of_positions_below_the_longest_sequence_is_said(make_head, load_head, target, tmp_path, caplog):
+def test_a_position_limit_below_the_longest_sequence_is_reported(make_head, load_head, target, tmp_path, caplog):
     path = make_head("eagle").save(tmp_path / "short")
     for folder, method, positions in ((path, "eagle", 256), (target.path, "draft_model", 512)):
         caplog.clear()

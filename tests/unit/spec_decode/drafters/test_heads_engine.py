@@ -36,7 +36,7 @@ def prompts(target):
 
 @pytest.fixture(scope="session")
 def texts(target, prompts):
-    """The greedy continuations: what the heads below have learned by heart."""
+    """The greedy continuations that the heads below have learned by heart."""
     found = []
     with torch.inference_mode():
         for prompt in prompts:

@@ -24,7 +24,7 @@ class Fused:
         self.adapters: list[list[object]] = []
         self.store = HiddenStore(WIDTH, self._fuse, torch.device("cpu"), adapts=True)
         halves = (torch.zeros(NUM_BLOCKS, 1, BLOCK, WIDTH // 2) for _ in range(2))
-        self.store.bind(LayerKV(*halves), lambda rows: [name for name, count in rows for _ in range(count)])
+        self.store.bind_layer(LayerKV(*halves), lambda rows: [name for name, count in rows for _ in range(count)])
 
     def _fuse(self, states, adapters):
         self.sizes.append(len(states[0]))
@@ -96,7 +96,7 @@ def test_deferred_steps_are_fused_with_the_adapter_of_each_row():
     assert fused.adapters == [[None, None, "drafts", "drafts"]]
 
 
-def test_a_step_with_an_unknown_beginning_is_not_put_off():
+def test_a_step_with_an_unknown_start_is_not_deferred():
     fused = Fused()
     fused.store.defer(rows_at(0), vectors(1.0, 2.0), None)
     fused.store.defer(rows_at(2), vectors(1.0, 2.0), torch.tensor([1, 0]))
@@ -105,7 +105,7 @@ def test_a_step_with_an_unknown_beginning_is_not_put_off():
     assert found[:, 0].tolist() == [1, 2]
 
 
-def test_what_is_put_off_outlives_the_buffers_of_its_step():
+def test_deferred_states_outlive_the_buffers_of_their_step():
     """Those of a captured pass are written again by the next one."""
     fused, (buffer,) = Fused(), vectors(1.0, 101.0)
     fused.store.defer(rows_at(0), (buffer,), None)

@@ -55,7 +55,7 @@ def test_lookup(tokens: list[int], min_n: int, max_n: int, expected: int) -> Non
     assert lookup(np.array(tokens, dtype=np.int32), min_n, max_n) == expected
 
 
-def test_drafts_are_what_followed() -> None:
+def test_drafts_are_the_tokens_that_followed() -> None:
     drafter, request = NgramDrafter(1, 3), make_request()
     assert drafts(drafter, request, [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
     assert drafter.propose([row(request, [1, 2, 3, 4, 5, 6, 1, 2, 3])], TargetOutput())[0].drafts.probs is None
@@ -80,7 +80,7 @@ def test_a_longer_match_has_more_drafts(repeated: list[int], expected: list[int]
 
 @pytest.mark.parametrize("vocab", [2, 3, 40])
 @pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 5), (2, 3), (4, 4), (1, 12)])
-def test_places_that_are_remembered_give_what_a_search_gives(vocab: int, min_n: int, max_n: int) -> None:
+def test_remembered_positions_equal_a_search(vocab: int, min_n: int, max_n: int) -> None:
     """With few positions and with so many that the array is searched."""
     drafter, request, tokens = NgramDrafter(min_n, max_n), make_request(), []
     for length in range(1, 160):

@@ -88,7 +88,7 @@ def test_prompts_are_not_remembered():
     assert propose(drafter, make_request(prompt=[1, 2])) == [[3]]
 
 
-def test_what_followed_most_often_wins():
+def test_the_most_frequent_continuation_wins():
     drafter = make_drafter(max_spec_factor=4.0)
     for end in (70, 80, 70, 80, 80):
         answer(drafter, [10, 11, end, end + 1])
@@ -166,7 +166,7 @@ def test_a_name_used_again_is_a_new_request():
 
 
 def test_tokens_behind_the_end_of_an_output_are_not_remembered():
-    """The drafter sees what was sampled before the engine cuts it at a stop token."""
+    """The drafter sees the sampled tokens before the engine cuts them at a stop token."""
     drafter, request = make_drafter(), make_request(prompt=[1, 2])
     full = request.tokens + SECRET
     drafter.propose([row(request)._replace(tokens=full)], TargetOutput())
@@ -300,7 +300,7 @@ def test_the_longest_suffix_is_found():
         assert (0 if place is None else place.length) == max(lengths, default=0)
 
 
-def test_requests_that_nobody_was_asked_for_are_remembered_too():
+def test_requests_that_were_never_drafted_for_are_remembered():
     """They are added and removed while nothing is drafted: others may get the same answers."""
     drafter, gone = make_drafter(), make_request(prompt=[1, 2])
     drafter.watch([row(gone)], TargetOutput())

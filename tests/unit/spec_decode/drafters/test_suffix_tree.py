@@ -150,7 +150,7 @@ def test_a_growing_text_goes_on_with_its_own_copy():
     assert tree.continuation(place, 7, 0.1).token_ids == [3, 1, 2, 3, 1, 2, 3]
 
 
-def test_of_equally_frequent_ways_the_last_one_is_taken():
+def test_the_last_of_equally_frequent_continuations_is_taken():
     tree = SuffixTree(4)
     for tokens in ([1, 2, 5], [1, 2, 6], [1, 2, 5], [1, 2, 6]):
         tree.insert(Text(tokens), 3)
@@ -158,7 +158,7 @@ def test_of_equally_frequent_ways_the_last_one_is_taken():
     assert tree.continuation(tree.find([1, 2], 0, 2), 1, 0.51) == ([], 0.0)
 
 
-def test_what_is_not_there_is_not_found():
+def test_absent_text_is_not_found():
     tree = SuffixTree(4)
     assert tree.find([1], 0, 1) is None
     tree.insert(Text([1, 2, 3, 4, 5]), 5)

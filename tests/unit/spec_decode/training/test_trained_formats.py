@@ -89,7 +89,7 @@ class PlainHead:
 def check_guesses(drafter, plain, target, features, lengths):
     """Guess after every prefix, as a round would, and compare with the unrolled guesses.
 
-    A guess of the unroll at step j holds for the text's tokens, so it is compared where the drafts before it were the
+    A guess of the unroll at step j holds for the text's tokens, so it is compared if the drafts before it were the
     text.
     """
     guesses = drafter.guesses(features, K)
@@ -187,7 +187,7 @@ def test_exported_medusa_heads_guess_the_same(options, samples, read_batch, tmp_
     assert (guesses[:, 2] == -1).all()
 
 
-def test_untrained_medusa_heads_say_what_the_target_does(options, samples, read_batch):
+def test_untrained_medusa_heads_repeat_the_targets_token(options, samples, read_batch):
     target, features = read_batch(samples[:4], ())
     drafter = new_drafter(options("medusa", medusa_heads=1), target, samples)
     labels = features.labels

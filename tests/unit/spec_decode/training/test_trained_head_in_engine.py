@@ -25,7 +25,7 @@ def run_engine(target, prompts, speculative_config=None, lora=None):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train the EAGLE-3 head of both tests once: (its folder, what training measured)."""
+    """Train the EAGLE-3 head of both tests once: (its folder, the measurements of training)."""
     folder, measured = tmp_path_factory.mktemp("head"), []
 
     def train(options, samples):
@@ -38,13 +38,17 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "rise"), [("eagle3", 0.5), ("eagle", 0.5), ("medusa", 2.0)])
+@pytest.mark.parametrize(
+    ("method", "rise"), [("eagle3", 0.5), ("eagle", 0.5), ("medusa", 2.0), ("dflash", 0.3), ("dspark", 0.5)]
+)
 def test_training_raises_acceptance_in_the_engine(method, rise, options, samples, folders, trained, tmp_path):
     target, training = folders.target, {"lr": 5e-3, "unroll": K}
     if method == "medusa":  # its heads begin as the target's own, which is right wherever a text repeats a token
         target, samples = str(tmp_path / "target"), counting_samples()
         save_counting_target(tmp_path / "target")
         training = {"lr": 1e-2, "medusa_heads": K}
+    if method in ("dflash", "dspark"):
+        training = {"lr": 1e-2, "block_size": K + (method == "dflash"), "draft_layers": 1}
     prompts = [s.token_ids[: s.num_prompt_tokens] for s in samples[:8]]
     plain, _ = run_engine(target, prompts)
     accepted, measured = [], []

@@ -148,7 +148,7 @@ def test_large_vocabularies_are_reduced():
     assert choose_vocab_size(rare, 49152) == 32768
 
 
-def test_features_are_what_enters_the_layers(samples, read_batch, folders):
+def test_features_are_inputs_of_the_layers(samples, read_batch, folders):
     target, features = read_batch(samples[:3], aux_layers=(0, 3, 4))
     entering = {}
     decoder = target._causal.base_model

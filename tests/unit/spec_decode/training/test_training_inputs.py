@@ -138,7 +138,7 @@ SCALED = [
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("rope", SCALED)
 def test_a_scaled_rotary_embedding_is_refused(rope, nested, options, trained):
-    """It is not what the training computes: the draft weights would be for another head."""
+    """Training computes something else: the draft weights would be for another head."""
     folder, target = trained
     edit(folder / "config.json", **({"transformer_layer_config": rope} if nested else rope))
     with pytest.raises(InvalidRequestError, match=r"rope_\w+ of type '(linear|llama3)'"):

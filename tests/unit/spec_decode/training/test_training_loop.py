@@ -17,7 +17,7 @@ from outrider.platform.core.errors import InvalidRequestError, OutriderError
 from outrider.spec_decode.training import run as run_module
 from outrider.spec_decode.training import target as target_module
 from outrider.spec_decode.training.data import plan_batches
-from outrider.spec_decode.training.measurement import rounds_of, summarize
+from outrider.spec_decode.training.measurement import count_rounds, summarize
 from outrider.spec_decode.training.run import train_draft
 from outrider.spec_decode.training.target import Target, choose_aux_layers, import_peft
 from outrider.spec_decode.training.trainer import rate_factor
@@ -40,7 +40,7 @@ def test_rounds_are_those_of_a_verification(data, k):
         expected.append(accepted)
         at += accepted + 1
     hits = [[guess == token for guess in row] for row, token in zip(guesses, text, strict=True)]
-    assert rounds_of(hits, k) == expected
+    assert count_rounds(hits, k) == expected
 
 
 def test_summary():
@@ -131,7 +131,7 @@ def test_kept_features_change_nothing(options, samples, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_says_how_far_it_is(options, samples, monkeypatch):
+def test_a_run_logs_its_progress(options, samples, monkeypatch):
     """Its size and warnings at the start, the duration after a few steps, and progress lines."""
     lines, real, waited = [], run_module.load, threading.Event()
 
@@ -200,7 +200,7 @@ def test_training_with_muon_lowers_the_loss(options, samples):
 
 @pytest.mark.slow
 def test_training_medusa_heads_lowers_the_loss(options, tmp_path):
-    """They begin as the target's own head, which is right where a text repeats a token: this one never does."""
+    """They begin as the target's own head, which is right if a text repeats a token: this one never does."""
     save_counting_target(tmp_path / "target")
     samples = counting_samples()
     sizes = {"medusa_heads": 3, "k": 3, "steps": 60, "eval_every": 60}
@@ -245,7 +245,7 @@ def test_layers_that_do_not_exist(options, samples):
         train_draft(options(aux_layers=(0, 1)), samples, samples)
 
 
-def test_missing_peft_is_told(monkeypatch):
+def test_missing_peft_is_reported(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(OutriderError, match=r"outrider\[train\]"):
         import_peft()

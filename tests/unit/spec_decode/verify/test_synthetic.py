@@ -39,7 +39,7 @@ def test_each_position_is_accepted_at_its_rate() -> None:
 
 @pytest.mark.slow
 def test_successive_rounds_of_one_request_are_independent() -> None:
-    """The next round starts where the last one ended; its first coin must not depend on the last one's."""
+    """The next step starts after the last one; its first coin must not depend on the last one's."""
     position, counts = 0, []
     for _ in range(5000):
         accepted = accept_at_rates(VerifyRow(99, position, [1, 2, 3, 4], None, Rule.GREEDY), RATES)
@@ -82,14 +82,14 @@ def test_ragged_rows_and_a_batch_change_nothing() -> None:
         start = end
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_misfits_are_refused() -> None:
     with pytest.raises(ValueError, match="5 drafts for 4"):
         verify_synthetic(torch.zeros(6, 9), [row(1, [1, 2, 3, 4, 5])])
     with pytest.raises(ValueError, match=r"logits must be float32 \[3, V\]"):
         verify_synthetic(torch.zeros(2, 9), [row(1, [1, 2])])
 
 
-def test_the_sampler_uses_it_only_when_told_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_synthetic_acceptance_is_opt_in_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     logits = torch.zeros(3, 50)
     logits[:, 7] = 9.0
     request = Request("r", [1, 2], 2, SamplingParams(temperature=0), seed_key=4)

@@ -112,7 +112,7 @@ def random_rows(seed: int, zeros: bool = False) -> Tensor:
 
 
 TARGET = random_rows(1, zeros=True)
-GOOD = (TARGET + 0.3 * random_rows(2)).nan_to_num(neginf=-6.0)  # puts a little mass where the target has none
+GOOD = (TARGET + 0.3 * random_rows(2)).nan_to_num(neginf=-6.0)  # puts a little mass on tokens without any in the target
 BAD = random_rows(3)
 OTHER_ZEROS = random_rows(4, zeros=True)
 

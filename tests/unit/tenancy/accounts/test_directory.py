@@ -1,4 +1,4 @@
-"""What a server knows of keys, and how soon."""
+"""A server's copy of the keys, and its delay."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ def sqlite_store(sqlite) -> Store:
 
 @pytest.fixture
 def directory(sqlite):
-    """One that looks only when it is told to."""
+    """A directory that reads only on command."""
     directory = Directory(sqlite, clock=Clock(), age_clock=Clock())
     yield directory
     asyncio.run(directory.close())
@@ -80,7 +80,7 @@ def test_keys_that_are_valid_no_more(sqlite_store, sqlite):
     asyncio.run(directory.close())
 
 
-def test_principals_of_later_readings_can_be_told(sqlite_store, directory):
+def test_a_changed_principal_has_a_later_reading(sqlite_store, directory):
     _, secret = sqlite_store.create_key("acme")
     before = refresh(directory).authenticate(secret)
     assert refresh(directory).authenticate(secret) is before
@@ -88,7 +88,7 @@ def test_principals_of_later_readings_can_be_told(sqlite_store, directory):
     assert refresh(directory).authenticate(secret).reading > before.reading > 0
 
 
-def test_who_may_not_enter(sqlite_store, directory):
+def test_refused_keys(sqlite_store, directory):
     _, secret = sqlite_store.create_key("acme")
     assert directory.authenticate(secret) is None  # nothing has been read yet
     refresh(directory)
@@ -156,11 +156,11 @@ def test_nothing_is_read_again_without_a_change(sqlite_store, directory):
     assert [len(s.prefixes) for s in snapshots] == [0, 1]
     assert snapshots[0].revision < snapshots[1].revision
     later = []
-    directory.subscribe(later.append)  # is told at once what there is
+    directory.subscribe(later.append)  # is called at once with the present principals
     assert later == snapshots[1:]
 
 
-def test_secrets_are_not_in_what_can_be_printed(sqlite_store, directory):
+def test_secrets_are_not_in_a_repr(sqlite_store, directory):
     _, secret = sqlite_store.create_key("acme")
     snapshots = []
     directory.subscribe(snapshots.append)
@@ -262,7 +262,7 @@ def test_databases_that_cannot_be_opened(address, error):
 
 
 def test_a_row_that_this_version_cannot_read_is_no_empty_directory(sqlite, sqlite_store, directory):
-    """A limit that nobody enforces must not count as none."""
+    """An unenforced limit must not count as none."""
     _, secret = sqlite_store.create_key("acme")
     refresh(directory)
     with sqlite.write() as connection:

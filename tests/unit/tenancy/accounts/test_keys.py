@@ -15,7 +15,7 @@ def test_a_key():
     assert key.prefix == key.secret[:12]
 
 
-def test_an_id_says_nothing_of_the_key():
+def test_an_id_reveals_nothing_of_the_key():
     key = make_key()
     assert re.fullmatch(r"key-[0-9a-f]{16}", key.id)
     assert key.id.removeprefix("key-") not in key.digest.hex()

@@ -1,4 +1,4 @@
-"""Who changed what: as certain as the change itself."""
+"""Audit entries: as certain as the change itself."""
 
 import asyncio
 import contextvars
@@ -69,7 +69,7 @@ def test_every_change_of_tenants_keys_and_prefixes(store, database):
     assert secret not in str(rows)
 
 
-def test_what_was_refused_or_rolled_back_is_not_in_it(store, database, monkeypatch):
+def test_refused_and_rolled_back_changes_are_not_audited(store, database, monkeypatch):
     store.create_tenant(Tenant(name="acme"))
     for refused in (
         lambda: store.create_tenant(Tenant(name="acme")),

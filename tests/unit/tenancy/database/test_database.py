@@ -121,8 +121,8 @@ def test_an_error_rolls_back(database):
         assert connection.execute(select(tenants)).all() == []
 
 
-def test_what_is_read_in_a_write_stays_true(sqlite):
-    """Read, then write, from several threads: no update is lost, and nobody finds the database locked."""
+def test_reads_in_a_write_are_consistent(sqlite):
+    """Read, then write, from several threads: no update is lost, and no thread finds the database locked."""
 
     def count() -> None:
         for _ in range(10):
@@ -186,7 +186,7 @@ def test_a_server_that_was_restarted_is_found_again(make_postgresql):
 
 
 def test_every_database_has_a_journal_of_its_own(tmp_path, monkeypatch):
-    """What a server could not write to one is not replayed into another."""
+    """Rows that could not be written to one database are not replayed into another."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     def journal(address):

@@ -1,4 +1,4 @@
-"""Tables come from the migrations alone, once, whoever else is at it."""
+"""Tables come from the migrations alone, once, even if several servers migrate at once."""
 
 import logging
 import subprocess
@@ -94,7 +94,7 @@ def test_tables_of_another_program_are_left_alone(empty):
     assert table_names(empty) == {"tenants"}
 
 
-def test_commands_say_what_to_do(empty):
+def test_messages_name_the_command_to_run(empty):
     with pytest.raises(InvalidRequestError, match="has no tables yet; run `outrider admin database upgrade`"):
         check_up_to_date(empty)
 

@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import insert, select
 
 from outrider.platform.core.errors import InvalidRequestError, InvalidUserInputError, NotFoundError
-from outrider.platform.tenancy.accounts.authenticator import digest_of
-from outrider.platform.tenancy.accounts.principal import Limits, limit_fields, limits_of
+from outrider.platform.tenancy.accounts.authenticator import hash_key
+from outrider.platform.tenancy.accounts.principal import Limits, limit_fields, merge_limits
 from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
 from outrider.platform.tenancy.database.schema import api_keys, tenants
 from outrider.platform.tenancy.database.store import Store, read_revision
@@ -71,11 +71,11 @@ def test_values_out_of_range(store, acme, field, value):
     assert store.list_tenants() == [acme]
 
 
-def test_updates_touch_only_what_they_name(store, acme):
+def test_updates_change_only_the_named_fields(store, acme):
     store.update_tenant("acme", {"weight": 4.0, "limits": {"token_budget": 7, "allowed_adapters": None}})
     changed = store.get_tenant("acme")
     assert (changed.weight, changed.max_adapters, changed.created_at) == (4.0, 3, acme.created_at)
-    assert changed.limits == limits_of({"token_budget": 7, "allowed_adapters": None}, ALL_LIMITS)
+    assert changed.limits == merge_limits({"token_budget": 7, "allowed_adapters": None}, ALL_LIMITS)
     assert store.update_tenant("acme", {"disabled": True}).disabled
     assert store.get_tenant("acme").disabled
     for field in ("name", "created_at", "nonsense"):
@@ -123,10 +123,10 @@ def test_deleting_takes_keys_and_adapters_along(store, acme):
 
 
 def test_limits_survive_json():
-    assert limits_of(limit_fields(ALL_LIMITS)) == ALL_LIMITS
+    assert merge_limits(limit_fields(ALL_LIMITS)) == ALL_LIMITS
     assert limit_fields(Limits()) == {}
-    assert limits_of({"allowed_adapters": []}).allowed_adapters == ()
-    assert limits_of({"allowed_adapters": ["b", "a", "b"]}).allowed_adapters == ("b", "a")
+    assert merge_limits({"allowed_adapters": []}).allowed_adapters == ()
+    assert merge_limits({"allowed_adapters": ["b", "a", "b"]}).allowed_adapters == ("b", "a")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_limits_survive_json():
 )  # fmt: skip
 def test_limits_that_are_none(field, value):
     with pytest.raises(InvalidRequestError) as refused:
-        limits_of({field: value})
+        merge_limits({field: value})
     assert refused.value.param == f"limits.{field}"
     assert refused.value.message.startswith(f"limits.{field}: ")
 
@@ -154,7 +154,7 @@ def test_a_key_is_stored_as_its_hash(store, acme, database):
     assert key.scopes == ("admin", "inference")
     with database.read() as connection:
         row = connection.execute(select(api_keys)).one()
-    assert bytes(row.digest) == digest_of(secret)
+    assert bytes(row.digest) == hash_key(secret)
     assert secret not in str(row)
     assert secret[:12] == row.prefix
 

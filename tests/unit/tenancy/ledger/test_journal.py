@@ -1,4 +1,4 @@
-"""The journal: what was written is found again, whatever happened to the process, the disk and the file."""
+"""The journal: written rows are found again after any fault of the process, the disk or the file."""
 
 import contextlib
 import errno
@@ -202,7 +202,7 @@ def on_disk(journal) -> int:
     return sum(path.stat().st_size for path in journal.folder.glob("*.journal"))
 
 
-def test_it_is_bounded_and_every_request_that_began_can_end(journal):
+def test_the_journal_is_bounded_and_begun_requests_can_end(journal):
     names = fill(journal)
     assert len(names) > 300
     assert on_disk(journal) == journal.num_bytes <= BYTES
@@ -243,7 +243,7 @@ def test_one_silent_request_does_not_keep_the_journal_from_shrinking(journal):
     assert found(reopened(journal))["silent"] == row("silent")
 
 
-def test_what_is_left_of_an_outage_is_compacted(journal):
+def test_leftovers_of_an_outage_are_compacted(journal):
     """Rows that wait for the database take their last line alone; several of each would fill the journal sooner."""
     count = written = 0
     with contextlib.suppress(JournalError):
@@ -260,7 +260,7 @@ def test_what_is_left_of_an_outage_is_compacted(journal):
     assert all(state.status == "stop" for state in found(reopened(journal)).values())
 
 
-def test_a_smaller_bound_than_what_is_there(journal):
+def test_a_bound_below_the_present_size(journal):
     names = fill(journal)
     again = reopened(journal, max_bytes=BYTES // 4)
     assert len(found(again)) == len(names)

@@ -1,4 +1,4 @@
-"""What is copied to make room: the old copy goes when the new one is on the disk, and nobody waits for that."""
+"""Compaction: the old copy is deleted when the new one is on the disk, and no request waits for that."""
 
 import asyncio
 import errno
@@ -110,7 +110,7 @@ def _reopened(journal) -> Journal:
 
 
 class SlowDisk:
-    """One that does not answer until it is told to; it knows which threads have waited for it."""
+    """A disk that answers on command; it records the threads that waited for it."""
 
     def __init__(self, monkeypatch) -> None:
         self.answers = threading.Event()
@@ -124,7 +124,7 @@ class SlowDisk:
         assert threading.get_ident() == threading.main_thread().ident or self.answers.wait(30)
 
 
-def test_a_slow_disk_holds_up_nobody(sqlite, tmp_path, monkeypatch):
+def test_a_slow_disk_delays_no_request(sqlite, tmp_path, monkeypatch):
     """The database takes the rows; the journal alone is compacted around requests that run long."""
     disk = SlowDisk(monkeypatch)
 
@@ -158,7 +158,7 @@ def test_a_slow_disk_holds_up_nobody(sqlite, tmp_path, monkeypatch):
     assert rows(sqlite)["meanwhile"] == "stop"
 
 
-def test_the_journals_disk_is_not_behind_others_work(sqlite, tmp_path, monkeypatch):
+def test_journal_writes_do_not_queue_behind_other_work(sqlite, tmp_path, monkeypatch):
     """Long prompts are tokenized in the loop's own threads, as many as there are."""
 
     async def scenario():

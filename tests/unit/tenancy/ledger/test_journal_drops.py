@@ -8,7 +8,7 @@ from .test_journal import BYTES, found, reopened, row
 
 
 @pytest.mark.parametrize("crashes", [1, 2])
-def test_they_stay_refused_however_segments_come_and_go(tmp_path, crashes):
+def test_refused_rows_stay_refused_when_segments_change(tmp_path, crashes):
     """The line that says so may be in another segment, and no longer needed there."""
     journal = Journal(tmp_path / "journal", BYTES)
     journal.begin(row("silent"))

@@ -78,7 +78,7 @@ def test_a_dropped_request_leaves_no_row(sqlite, tmp_path):
     run(scenario)
 
 
-def test_who_waits_may_be_cancelled(sqlite, tmp_path):
+def test_a_waiting_request_may_be_cancelled(sqlite, tmp_path):
     async def scenario():
         async with opened(sqlite, tmp_path) as ledger:
             row = begun()

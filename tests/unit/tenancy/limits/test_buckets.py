@@ -1,4 +1,4 @@
-"""Never more than the limit allows, in any span of time; what is not used comes back."""
+"""Never more than the limit allows, in any span of time; unused tokens are refunded."""
 
 import itertools
 from fractions import Fraction
@@ -19,7 +19,7 @@ STEPS = st.lists(
 
 
 def play(limit, steps):
-    """Charge whenever the bucket allows it; returns (time, amount, what was used of it) of each charge."""
+    """Charge whenever the bucket allows it; returns (time, amount, used amount) of each charge."""
     bucket, now = RateBucket(limit, 0), 0
     running, done = [], []
     for kind, seconds, amount in steps:
@@ -62,7 +62,7 @@ def test_the_wait_is_exact(limit, debt, amount, later):
 
 @settings(max_examples=100)
 @given(limit=st.integers(1, 1000), amounts=st.lists(st.integers(0, 1000), min_size=1, max_size=8), later=TIMES)
-def test_what_is_given_back_at_once_leaves_no_trace(limit, amounts, later):
+def test_an_immediate_refund_leaves_no_trace(limit, amounts, later):
     bucket = RateBucket(limit, 0)
     bucket.charge(limit // 2, 0)
     before = bucket.remaining(later), bucket.reset(later)
@@ -72,7 +72,7 @@ def test_what_is_given_back_at_once_leaves_no_trace(limit, amounts, later):
     assert (bucket.remaining(later), bucket.reset(later)) == before
 
 
-def test_what_time_has_paid_for_is_not_given_back():
+def test_tokens_paid_by_time_are_not_refunded():
     bucket = RateBucket(60, 0)
     charge = bucket.charge(60, 0)
     now = 45 * SECOND  # pays 45 of the 60
@@ -93,7 +93,7 @@ def test_the_oldest_charge_is_paid_first():
     assert bucket.remaining(now) == 60
 
 
-def test_another_limit_keeps_what_was_charged():
+def test_a_changed_limit_keeps_its_charges():
     bucket = RateBucket(60, 0)
     bucket.charge(30, 0)
     bucket.set_limit(20, 0)
@@ -110,8 +110,8 @@ def test_a_clock_that_goes_back_pays_nothing():
     assert bucket.remaining(MINUTE + SECOND) == 1
 
 
-def test_neighbours_without_a_key_are_told_as_one():
-    """What nobody can give back is one entry; a charge with a key stays apart from what follows it."""
+def test_adjacent_charges_without_a_key_are_merged():
+    """Charges that cannot be refunded are merged; a charge with a key is not merged with the next."""
     bucket = RateBucket(100, 0)
     for amount, key in ((2, ""), (3, ""), (1, "k"), (4, ""), (5, "l")):
         bucket.charge(amount, 0, key)

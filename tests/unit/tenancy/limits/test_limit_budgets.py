@@ -1,4 +1,4 @@
-"""Budgets: periods, and what the ledger says."""
+"""Budgets: periods, and readings of the ledger."""
 
 from datetime import UTC, datetime
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from limit_helpers import Clock, Usage, refused, run, settle
 
 from outrider.platform.tenancy.accounts.principal import Limits, Principal
-from outrider.platform.tenancy.limits.budgets import Budget, period_of
+from outrider.platform.tenancy.limits.budgets import Budget, period_bounds
 from outrider.platform.tenancy.limits.demand import Demand
 from outrider.platform.tenancy.limits.limiter import Limiter
 
@@ -30,18 +30,18 @@ def at(text: str) -> float:
     ],
 )
 def test_periods(period, now, start, end):
-    assert period_of(period, at(now)) == (at(start), at(end))
+    assert period_bounds(period, at(now)) == (at(start), at(end))
 
 
 @given(st.sampled_from(["day", "week", "month"]), st.floats(0, 4e9))
 def test_periods_follow_each_other(period, now):
-    start, end = period_of(period, now)
+    start, end = period_bounds(period, now)
     assert start <= now < end
-    assert period_of(period, start) == (start, end)
-    assert period_of(period, end)[0] == end
+    assert period_bounds(period, start) == (start, end)
+    assert period_bounds(period, end)[0] == end
 
 
-def test_what_ends_while_the_ledger_is_read_counts_once():
+def test_a_request_that_ends_during_a_reading_counts_once():
     noon = at("2026-11-21T12:00")
     budget = Budget(1000, "day", noon)
     budget.count(30, noon)
@@ -106,7 +106,7 @@ def test_servers_that_read_first_at_once_count_from_one_answer():
     assert two.used == 230
 
 
-def test_of_two_first_readings_the_later_one_counts():
+def test_the_later_of_two_first_readings_counts():
     noon = at("2026-11-21T12:00")
     for order in (0, 1), (1, 0):
         budgets = [Budget(1000, "day", noon) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Limits that change while requests run and wait, and what is bounded for all tenants together."""
+"""Limits that change while requests run and wait, and bounds for all tenants together."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ def principal(reading, limits, key_id="k1"):
     return Principal(tenant="acme", key_id=key_id, tenant_limits=limits, reading=reading)
 
 
-def test_a_request_of_before_a_change_does_not_bring_the_old_limits_back():
+def test_an_earlier_request_does_not_restore_old_limits():
     """One that runs long: its answer has headers, too."""
 
     async def scenario():
@@ -105,7 +105,7 @@ def test_making_room_never_forgets_the_scope_that_is_being_used():
 
 
 @pytest.mark.parametrize("bounded", ["tenant", "key"])
-def test_what_waits_is_bounded_for_all_tenants_together(bounded):
+def test_the_queue_bound_is_for_all_tenants_together(bounded):
     async def scenario():
         limiter = Limiter(Setting().usage)
         limiter.queue.bounds = lambda: Bounds(max_waiting=2, num_seats=100)
@@ -134,7 +134,7 @@ def test_what_waits_is_bounded_for_all_tenants_together(bounded):
     run(scenario())
 
 
-def test_a_tenants_own_bound_is_told_first():
+def test_a_tenants_own_bound_is_reported_first():
     async def scenario():
         setting = Setting(Limits(max_concurrent_requests=1, max_queued_requests=0))
         setting.limiter.queue.bounds = lambda: Bounds(max_waiting=0, num_seats=9)

@@ -1,4 +1,4 @@
-"""How much of what a request asks for its limits allow."""
+"""Demands of requests under their limits."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ def test_a_missing_max_tokens_is_lowered():
     assert granted(Demand((10,), n=2), Limits(tokens_per_minute=50)) == [20]
     assert granted(Demand((10, 20), n=2), Limits(tokens_per_minute=50)) == [5, 5]
     assert granted(Demand((10,)), most=25) == [15]
-    assert granted(Demand((10, 90)), most=200) == [90, 10], "where all fit, none is lowered to an equal share"
+    assert granted(Demand((10, 90)), most=200) == [90, 10], "if all fit, none is lowered to an equal share"
     assert granted(Demand((10,)), most=3) == [1], "the budget's own check refuses it"
 
 
@@ -50,7 +50,7 @@ def test_a_missing_max_tokens_is_lowered():
         (Demand((10,), n=3), Limits(requests_per_minute=2), "n", "requests_per_minute"),
     ],
 )
-def test_what_will_never_be_allowed_is_an_error_that_names_both(demand, limits, param, words):
+def test_an_impossible_demand_is_an_error_that_names_both(demand, limits, param, words):
     with pytest.raises(InvalidRequestError, match=words) as caught:
         granted(demand, Limits(), limits)
     assert caught.value.param == param
@@ -66,7 +66,7 @@ def test_what_will_never_be_allowed_is_an_error_that_names_both(demand, limits, 
         Limits(requests_per_minute=3),
     ],
 )
-def test_what_a_limit_just_allows_is_granted(limits):
+def test_a_demand_equal_to_the_limit_is_granted(limits):
     assert granted(Demand((10,), n=3, max_tokens=8), limits) == [8]
 
 
@@ -92,7 +92,7 @@ MAYBE = st.none() | st.integers(1, 200)
         st.builds(Limits, tokens_per_minute=MAYBE, max_context_tokens=MAYBE, max_output_tokens=MAYBE), max_size=2
     ),
 )
-def test_what_is_granted_is_within_all_limits(prompts, n, named, limits):
+def test_a_grant_is_within_all_limits(prompts, n, named, limits):
     demand = Demand(tuple(prompts), n=n, max_tokens=named)
     try:
         tokens = granted(demand, *limits)

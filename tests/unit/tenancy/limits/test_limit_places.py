@@ -1,4 +1,4 @@
-"""Places are taken in the order in which they were asked for, and none is lost."""
+"""Slots are taken in the order in which they were asked for, and none is lost."""
 
 import asyncio
 
@@ -32,7 +32,7 @@ def test_first_come_first_served():
     run(scenario)
 
 
-def test_who_leaves_the_queue_lets_those_behind_pass():
+def test_a_request_that_leaves_the_queue_unblocks_later_ones():
     async def scenario():
         places = Places(2)
         places.claim(1)
@@ -45,7 +45,7 @@ def test_who_leaves_the_queue_lets_those_behind_pass():
 
 
 @pytest.mark.parametrize("granted_first", [False, True])
-def test_who_is_cancelled_has_no_place(granted_first):
+def test_a_cancelled_request_has_no_slot(granted_first):
     async def scenario():
         places = Places(1)
         running, first, second = (places.claim(1) for _ in range(3))
@@ -79,7 +79,7 @@ def test_other_limits():
     run(scenario)
 
 
-def test_all_who_wait_are_refused():
+def test_all_waiting_requests_are_refused():
     async def scenario():
         places = Places(1)
         running, *waiting = (places.claim(1) for _ in range(4))
@@ -97,7 +97,7 @@ def test_all_who_wait_are_refused():
 
 @settings(max_examples=60)
 @given(limit=st.integers(1, 4), steps=st.lists(st.tuples(st.sampled_from("tlc"), st.integers(1, 4)), max_size=30))
-def test_never_more_than_the_limit_and_nobody_forgotten(limit, steps):
+def test_never_above_the_limit_and_no_request_lost(limit, steps):
     async def scenario():
         places, waiting, running = Places(limit), [], []
         for kind, number in steps:

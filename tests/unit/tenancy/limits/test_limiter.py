@@ -1,4 +1,4 @@
-"""Admission: all of what a request needs, or an error that says when."""
+"""Admission: everything that a request needs, or an error with the time to retry."""
 
 import asyncio
 import weakref
@@ -32,7 +32,7 @@ class Setting:
         return int(self.limiter.headers(self.principal(key_id))[f"x-ratelimit-remaining-{what}"])
 
 
-def test_without_limits_nothing_is_kept_or_said():
+def test_without_limits_nothing_is_kept_or_reported():
     async def scenario():
         setting = Setting()
         ticket = await setting.admit(max_tokens=None)
@@ -63,7 +63,7 @@ def test_requests_a_minute():
     run(scenario())
 
 
-def test_tokens_are_reserved_and_what_was_not_used_comes_back():
+def test_unused_reserved_tokens_are_refunded():
     async def scenario():
         setting = Setting(Limits(tokens_per_minute=100))
         ticket = await setting.admit(prompt=10, max_tokens=60)
@@ -77,7 +77,7 @@ def test_tokens_are_reserved_and_what_was_not_used_comes_back():
     run(scenario())
 
 
-def test_several_prompts_and_sequences_count_as_what_they_are():
+def test_several_prompts_and_sequences_are_counted_each():
     async def scenario():
         setting = Setting(Limits(requests_per_minute=10, tokens_per_minute=1000))
         demand = Demand((10, 20), n=3, max_tokens=5)
@@ -88,7 +88,7 @@ def test_several_prompts_and_sequences_count_as_what_they_are():
     run(scenario())
 
 
-def test_who_is_refused_has_used_nothing():
+def test_a_refused_request_has_used_nothing():
     """By one of several limits: the others are not charged."""
 
     async def scenario():
@@ -160,7 +160,7 @@ def test_a_client_that_goes_while_it_waits_has_used_nothing():
     run(scenario())
 
 
-def test_a_key_that_is_full_does_not_hold_up_the_tenants_others():
+def test_a_full_key_does_not_block_the_tenants_other_keys():
     async def scenario():
         setting = Setting(Limits(max_concurrent_requests=2), Limits(max_concurrent_requests=1))
         first = await setting.admit(key_id="k1")
@@ -174,7 +174,7 @@ def test_a_key_that_is_full_does_not_hold_up_the_tenants_others():
     run(scenario())
 
 
-def test_those_who_wait_are_refused_when_the_server_shuts_down():
+def test_waiting_requests_are_refused_on_shutdown():
     async def scenario():
         setting = Setting(Limits(max_concurrent_requests=1))
         await setting.admit()
@@ -200,7 +200,7 @@ def test_other_limits_count_from_the_next_request_on():
     run(scenario())
 
 
-def test_a_budget_begins_with_what_the_ledger_says():
+def test_a_budget_starts_from_the_ledger():
     async def scenario():
         setting = Setting(Limits(token_budget=1000, budget_period="day"))
         setting.usage.tokens = 900
@@ -219,7 +219,7 @@ def test_a_budget_begins_with_what_the_ledger_says():
     run(scenario())
 
 
-def test_a_budget_that_cannot_be_read_admits_nobody():
+def test_an_unreadable_budget_admits_no_request():
     async def scenario():
         setting = Setting(Limits(token_budget=1000))
         setting.usage.error = ShuttingDownError("away")

@@ -1,4 +1,4 @@
-"""What waits anywhere in a server is counted once, and nobody who has been let in to wait is refused later."""
+"""Each waiting request of a server is counted once, and never refused after it was queued."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ def bound(most=2, seats=3) -> QueueBound:
     return QueueBound(lambda: Bounds(most, seats))
 
 
-def test_places_and_the_engine_share_one_bound():
+def test_tenants_queues_and_the_engine_share_one_bound():
     queue = bound()
     with queue.enter_engine(3), queue.wait_for_places(1):
         assert queue.num_waiting == 1
@@ -25,7 +25,7 @@ def test_places_and_the_engine_share_one_bound():
     assert (queue.num_waiting, queue.num_in_engine, queue.num_for_places) == (0, 0, 0)
 
 
-def test_free_seats_are_not_refused_because_others_wait_for_places():
+def test_free_seats_are_granted_while_others_wait_for_slots():
     queue = bound()
     with queue.wait_for_places(2), queue.enter_engine(3), pytest.raises(OverloadedError):
         queue.check(1)

@@ -1,4 +1,4 @@
-"""Turns of servers that count together: what they load, write and wait for."""
+"""Turns of servers with shared limits: their reads, writes and waits."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from outrider.platform.tenancy.limits.scopes import Scope
 from outrider.platform.tenancy.limits.shared_counts import LEASE_SECONDS
 
 
-def test_close_does_not_wait_for_turns_that_a_hung_database_has_not_begun(sqlite, monkeypatch):
+def test_close_does_not_wait_for_queued_turns_of_a_hung_database(sqlite, monkeypatch):
     monkeypatch.setattr(counts, "CHANGE_SECONDS", 0.05)
     free, begun = threading.Event(), []
 
@@ -43,7 +43,7 @@ async def refused_by_database(change):
     raise AssertionError("the database answered")
 
 
-def test_servers_that_read_a_budget_at_once_count_from_the_same_beginning():
+def test_concurrent_budget_readings_start_from_the_same_count():
     async def scenario():
         async with in_memory(key=Limits(token_budget=20_000, budget_period="day")) as servers:
             ticket = await servers.admit(0, max_tokens=900)
@@ -57,7 +57,7 @@ def test_servers_that_read_a_budget_at_once_count_from_the_same_beginning():
     run(scenario())
 
 
-def test_a_budget_is_read_where_counts_cannot_be_written(sqlite):
+def test_a_budget_is_read_although_counts_cannot_be_written(sqlite):
     async def scenario():
         table = CountTable(sqlite)
         table._insert = text("insert into no_table values (1)")
@@ -68,7 +68,7 @@ def test_a_budget_is_read_where_counts_cannot_be_written(sqlite):
     run(scenario())
 
 
-def test_who_is_in_a_turn_when_the_server_stops_does_not_queue():
+def test_a_request_in_a_turn_at_shutdown_does_not_queue():
     async def scenario():
         async with in_memory(Limits(max_concurrent_requests=1)) as servers:
             await servers.admit(0)
@@ -81,7 +81,7 @@ def test_who_is_in_a_turn_when_the_server_stops_does_not_queue():
     run(scenario())
 
 
-def test_who_is_cancelled_in_a_turn_leaves_its_place():
+def test_a_request_cancelled_in_a_turn_frees_its_slot():
     async def scenario():
         async with in_memory(Limits(max_concurrent_requests=1)) as servers:
             asked = asyncio.create_task(servers.admit(0))
@@ -95,7 +95,7 @@ def test_who_is_cancelled_in_a_turn_leaves_its_place():
     run(scenario())
 
 
-def test_a_turn_loads_what_it_needs(monkeypatch):
+def test_a_turn_loads_only_the_rows_it_needs(monkeypatch):
     async def scenario():
         async with in_memory(key=Limits(requests_per_minute=5)) as servers:
             for number in range(5):
@@ -170,7 +170,7 @@ def test_tenants_that_another_server_holds_hold_up_no_other(database):
     run(scenario())
 
 
-def test_a_tenant_whose_lock_was_not_free_in_time_is_refused_at_once_for_a_moment(sqlite, monkeypatch):
+def test_a_lock_timeout_refuses_the_tenant_for_a_moment(sqlite, monkeypatch):
     monkeypatch.setattr(counts, "CHANGE_SECONDS", 0.05)
     free = threading.Event()
 
@@ -204,7 +204,7 @@ def test_counts_of_another_version_are_begun_again(sqlite):
     assert seen == [{}, {"k": [1]}]
 
 
-def test_who_came_first_gets_the_place_that_is_left_in_the_same_turn():
+def test_the_first_arrival_gets_the_last_slot_of_a_turn():
     async def scenario():
         async with in_memory(Limits(max_concurrent_requests=1)) as servers:
             running = await servers.admit(0)
@@ -220,7 +220,7 @@ def test_who_came_first_gets_the_place_that_is_left_in_the_same_turn():
     run(scenario())
 
 
-def test_who_waits_is_known_to_all_servers_after_its_first_turn():
+def test_a_waiting_request_is_known_to_all_servers_after_its_first_turn():
     async def scenario():
         async with in_memory(Limits(max_concurrent_requests=1)) as servers:
             running = await servers.admit(0)

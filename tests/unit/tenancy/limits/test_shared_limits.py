@@ -1,4 +1,4 @@
-"""Servers that count together: what one admits, all have admitted."""
+"""Servers with shared limits: a request admitted by one counts for all."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def test_unused_tokens_come_back_to_all_servers():
     run(scenario())
 
 
-def test_places_of_all_servers_and_the_order_of_those_who_wait():
+def test_slots_of_all_servers_go_by_arrival():
     async def scenario():
         async with in_memory(Limits(max_concurrent_requests=1, max_queued_requests=2)) as servers:
             running, order = await servers.admit(0), []
@@ -77,7 +77,7 @@ def test_places_of_all_servers_and_the_order_of_those_who_wait():
                 await refused(servers.admit(server), "max_queued_requests")
             await servers.release(0, running, 0)
             await asyncio.gather(*tasks)
-            assert order == [1, 0], "the one that came later, where the place was left, overtook the other"
+            assert order == [1, 0], "the later one, on the server with the free slot, overtook the other"
 
     run(scenario())
 
@@ -97,7 +97,7 @@ def test_a_budget_of_all_servers():
     run(scenario())
 
 
-def test_a_server_that_dies_leaves_its_places_and_reservations():
+def test_slots_and_reservations_of_a_dead_server_are_freed():
     async def scenario():
         limits = Limits(max_concurrent_requests=1, token_budget=1000, tokens_per_minute=1000)
         async with in_memory(limits) as servers:
@@ -138,7 +138,7 @@ def test_a_lease_is_renewed_while_requests_run():
     run(scenario())
 
 
-def test_who_is_cancelled_before_the_answer_has_used_nothing():
+def test_a_request_cancelled_before_the_answer_has_used_nothing():
     async def scenario():
         async with in_memory(Limits(requests_per_minute=5, max_concurrent_requests=5)) as servers:
             for rounds in range(1, 9):
@@ -180,7 +180,7 @@ def test_each_server_goes_on_alone_while_the_database_is_away(caplog):
 
 
 @pytest.mark.parametrize("fails", ["is_away", "is_read_only"])
-def test_what_was_counted_while_the_database_is_away_counts_for_all_afterwards(fails):
+def test_counts_of_an_outage_are_shared_afterwards(fails):
     async def scenario():
         limits = Limits(requests_per_minute=4, tokens_per_minute=1000, token_budget=1000, budget_period="day")
         async with in_memory(limits, lease_seconds=0.4) as servers:
@@ -211,7 +211,7 @@ def test_a_database_that_cannot_be_written_to_gives_no_requests_away():
     run(scenario())
 
 
-def test_what_ends_beside_the_first_reading_counts_once_whatever_the_databases_clock_says():
+def test_a_request_that_ends_during_the_first_reading_counts_once():
     async def scenario():
         async with in_memory(Limits(token_budget=1000, budget_period="day")) as servers:
             servers.table.epoch -= SECOND // 2
@@ -276,7 +276,7 @@ STEPS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS)
 def test_three_servers_decide_as_one_would(steps):
-    """The rule is one: whichever server is asked, it says what a server that has had all requests says."""
+    """Every server answers as a single server that received all requests would."""
 
     async def scenario():
         tenant = Limits(tokens_per_minute=200, requests_per_minute=8, token_budget=900, budget_period="day")
@@ -322,7 +322,7 @@ def principal_with(**limits):
 
 
 def test_two_servers_and_a_real_database(database):
-    """200 requests at once: exactly the limit is admitted, and what time has added since the first one."""
+    """200 requests at once: exactly the limit is admitted, plus the refill since the first one."""
 
     async def scenario():
         limiters = [Limiter(Usage(), table=CountTable(database)) for _ in range(2)]
@@ -347,7 +347,7 @@ def test_two_servers_and_a_real_database(database):
     run(scenario())
 
 
-def test_places_in_a_real_database(database):
+def test_slots_in_a_real_database(database):
     async def scenario():
         limiters = [Limiter(Usage(), table=CountTable(database)) for _ in range(2)]
         principal, running, most = principal_with(max_concurrent_requests=2), 0, 0

@@ -33,11 +33,11 @@ def acceptance_length(llm, draw, lora=None):
     return measure(llm, held_out(demo_model_path(), draw, 24), lora=lora).acceptance_length
 
 
-def test_the_head_guesses_most_of_what_the_base_says(llm):
+def test_the_head_guesses_most_tokens_of_the_base(llm):
     assert acceptance_length(llm, base_document) > 3.5
 
 
-def test_the_draft_model_guesses_most_of_what_the_base_says():
+def test_the_draft_model_guesses_most_tokens_of_the_base():
     with engine("draft_model", demo_draft_path()) as llm:
         assert acceptance_length(llm, base_document) > 3
 

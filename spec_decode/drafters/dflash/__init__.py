@@ -1,0 +1,1 @@
+"""DFlash and DSpark: drafts of a whole block in one pass."""
