@@ -192,6 +192,8 @@ class Learner:
 
     def _record(self, row: DraftRow, store: HiddenStore) -> None:
         request = row.request
+        if row.num_valid <= request.num_prompt_tokens:  # it was aborted in its prompt, or generates nothing
+            return
         owner = self._owner(request)
         if owner is None:
             return
@@ -266,11 +268,15 @@ class Learner:
 
     def _publish(self, owner: _Owner) -> None:
         """Make the trained weights the version in use. An unjudged one is replaced; its fallback stays."""
+        owner.trains, weights = False, owner.lora.weights()
+        if not all(bool(part.isfinite().all()) for pair in weights.values() for part in pair):
+            owner.lora = self._trainer.start(owner.own if owner.version is None else owner.version.weights)
+            return
         if owner.baseline is None or owner.measured.num_steps >= JUDGED_STEPS:
             enough = owner.measured.num_steps >= JUDGED_STEPS
             owner.fallback, owner.baseline = owner.version, owner.measured.rate if enough else None
-        owner.version = self._rows.write(owner.slot, owner.lora.weights())
-        owner.measured, owner.trains = Acceptance(), False
+        owner.version = self._rows.write(owner.slot, weights)
+        owner.measured = Acceptance()
         owner.num_versions += 1
         logger.info("Draft weights %s learnt for tenant %r", owner.version.digest.hex()[:12], owner.tenant)
 

@@ -94,6 +94,23 @@ def test_only_tenants_that_opted_in_are_recorded():
     assert learner.work() is None
 
 
+def test_a_request_that_ends_in_its_prompt_is_not_recorded():
+    _, _, learner = make(seconds=0.0)
+    learner.observe([finished(1)._replace(num_valid=2)], Store())
+    assert learner.states() == []
+
+
+def test_weights_that_are_not_finite_are_not_used():
+    _, trainer, learner = make(seconds=0.0)
+    nan = {"layers.0.self_attn.q_proj": (torch.zeros(1, 4), torch.full((1, 4), torch.nan))}
+    trainer.start = lambda weights: SimpleNamespace(weights=lambda: nan)
+    learner.observe([finished(1)], Store())
+    while learner.work() is not None:
+        pass
+    assert trainer.sizes
+    assert learner.states()[0].num_versions == 0
+
+
 def test_traffic_drops_the_oldest():
     traffic = Traffic(max_bytes=10_000)
     for number in range(20):
