@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,9 @@ _TILE = 16
 """Tokens to a multiple of which short runs are padded, so that runs of about one length are computed together."""
 CHUNK = 64
 """Tokens of a chunk of long runs, to a multiple of which they are padded."""
+MAX_TOKENS = 32
+"""Longest row of a pass that GPUs compute token by token, and not in chunks as products of matrices, which have 64 rows
+whatever a chunk has. The bound has not been measured on a GPU."""
 
 
 class Run(NamedTuple):
@@ -97,6 +100,28 @@ class StatePlan:
         write_firsts = [0, *accumulate(map(len, self._writes))]
         offsets, slots = ([write[part] for row in self._writes for write in row] for part in (0, 1))
         return self._tensor([*self._firsts, *self._sources, *write_firsts, *offsets, *slots])
+
+    @cached_property
+    def _chunk_counts(self) -> Sequence[Sequence[int]]:
+        """Tokens of each row's chunks: at most CHUNK, and none goes on after a state that is written."""
+        counts = []
+        for length, writes in zip(self._lens, self._writes, strict=True):
+            ends = sorted({*range(0, length, CHUNK), length, *(offset for offset, _ in writes)})
+            counts.append([end - begin for begin, end in pairwise(ends)])
+        return counts
+
+    @property
+    def num_chunks(self) -> int:
+        """C, chunks of all rows."""
+        return sum(map(len, self._chunk_counts))
+
+    @cached_property
+    def chunks(self) -> Tensor:
+        """Chunks of all rows as kernels read them, one int64 array: the first token of each [C], its tokens [C]; the
+        index of each row's first chunk, and C [B + 1]."""
+        counts = [count for row in self._chunk_counts for count in row]
+        firsts = accumulate(counts[:-1], initial=0)
+        return self._tensor([*firsts, *counts, 0, *accumulate(map(len, self._chunk_counts))])
 
     def _history(self, rows: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         """Index of inputs among the B · (K - 1) of the rows' states and the T tokens after them; `offsets` from each

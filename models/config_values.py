@@ -30,7 +30,7 @@ _SWITCHES = (
     *("altup_correct_scale", "attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block", "use_qk_norm"),
     *("use_conv_bias", "mamba_conv_bias", "mamba_proj_bias", "projectors_bias", "mamba_rms_norm"),
     *("mamba_norm_before_gate", "linear_allow_neg_eigval", "factors_in_weights", "mla_use_nope", "moe_renormalize"),
-    "use_grouped_topk",
+    *("use_grouped_topk", "residual_in_fp32"),
 )
 """Fields that are true or false; some old files have 1 or 0."""
 _OF_IMAGES = ("use_bidirectional_attention", "vision")

@@ -29,7 +29,7 @@ from .layers.score_head import ScoreHead
 from .layers.weights import RenamedSlot, WeightSlot
 from .model import DecoderOutput
 from .states.layers import GatedAttentionLayer, state_layer, state_specs
-from .states.mamba_layers import SINGLE_LAYERS
+from .states.mamba_layers import SINGLE_LAYERS, FloatResidual, has_float_residual
 from .states.memory import StateSpec
 from .stream_layer import StreamEnds, StreamLayer
 from .varied_layer import VariedLayer
@@ -82,7 +82,7 @@ class Decoder:
         self._parts = _cache_parts(config)
         self.score = None if config.score is None else ScoreHead(config.score, config.hidden_size, self.device)
         self.layers: Sequence[DecoderLayer | GPTLayer]
-        self._ends: GPTEnds | StreamEnds | None = None
+        self._ends: GPTEnds | StreamEnds | FloatResidual | None = None
         self._inputs = LayerInputs(config, self.device) if config.varied and config.varied.input_size else None
         self._deferring: Sequence[DecoderLayer] = ()
         """The layers, where norms add the residual stream."""
@@ -103,6 +103,8 @@ class Decoder:
             )
             if config.varied is not None and config.varied.streams is not None:
                 self._deferring, self._ends = (), StreamEnds(config, self._final_norm, self.device)
+            if has_float_residual(config):
+                self._deferring, self._ends = (), FloatResidual(self._final_norm, config.dtype)
         else:
             self.layers = [GPTLayer(config, block, i, self.attention, self.device) for i in range(config.num_layers)]
             names = VocabularyNames(block.embedding, block.head, block.head_bias)
@@ -146,9 +148,9 @@ class Decoder:
         return DecoderOutput(normed, tuple(map(entering.__getitem__, aux_layers)))
 
     def _active(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] that layers compute, of one or several streams."""
+        """Hidden states [T, H] that layers compute, of one or several streams, in the model's dtype."""
         streams = None if self.config.varied is None else self.config.varied.streams
-        return hidden if streams is None else hidden[streams.active]
+        return (hidden if streams is None else hidden[streams.active]).to(self.config.dtype)
 
     def _forward_deferred(self, hidden: Tensor, batch: ForwardBatch, aux_layers: Sequence[int]) -> DecoderOutput:
         """Compute a batch with one launch less for each projection: norms add the residual stream."""

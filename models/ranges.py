@@ -30,7 +30,7 @@ class Range:
         return self.count * self.size
 
     def rows(self, start: int) -> slice:
-        """Rows of this rank in a matrix where the first unit begins at `start`."""
+        """Rows of this rank in a matrix whose first unit begins at `start`."""
         return slice(start + self.first * self.size, start + (self.first + self.count) * self.size)
 
     @property

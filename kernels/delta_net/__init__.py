@@ -69,7 +69,7 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
     if use_triton(inputs.mixed):
         from . import triton as _triton
 
-        if _triton.serves(plan, states):
+        if _triton.serves(plan, weights.by_element, states):
             return _triton.delta_net(inputs, weights, plan, states)
     out = _native.delta_net(inputs, weights, plan, states)
     return _torch.delta_net(inputs, weights, plan, states) if out is None else out

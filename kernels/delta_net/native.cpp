@@ -25,11 +25,6 @@ constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;  // of states read; fewer do 
 constexpr int MOST = LANES / 2;                     // tokens of a block: their keys and queries fill a vector
 constexpr float EPS = 1e-6f;                        // of the norms of queries and keys
 
-struct Strided {
-    const void* data;
-    int64_t stride;  // elements from one token to the next
-};
-
 struct Call {
     Strided mixed, gate, beta, decay;
     const float *rate, *rate_bias, *scale;
@@ -88,12 +83,7 @@ void unit(const E* x, float* y, int64_t size, float scale) {
     for (int64_t i = 0; i < size; i += LANES) store(y + i, load(x + i, size - i) * scale);
 }
 
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
-template <typename E>
-inline float element(const Strided& part, int64_t token, int64_t i) {
-    return to_float(((const E*)part.data)[token * part.stride + i]);
-}
+using outrider::softplus;
 
 // log(1 + e^x) to a few units in the last place: with 1 + e^x = 2^n (1 + f), log(1 + f) = 2 atanh(f / (2 + f)).
 inline Vec softplus(Vec x) {
@@ -103,22 +93,11 @@ inline Vec softplus(Vec x) {
     const Vec f = select(n == 0.0f, power, (Vec)((bits & 0x007fffffu) + 0x3f3504f3u) - 1.0f);
     const Vec s = f / (2.0f + f), z = s * s;
     const Vec series = (((z * (1.0f / 9.0f) + 1.0f / 7.0f) * z + 1.0f / 5.0f) * z + 1.0f / 3.0f) * z + 1.0f;
-    return select(x > 20.0f, x, n * 0.693147181f + 2.0f * s * series);
+    return select(x <= 20.0f, n * 0.693147181f + 2.0f * s * series, x);  // NaN stays
 }
 
 inline float decay_of(const Call& call, int64_t head, float logit, float bias) {
     return std::exp(-call.rate[head] * softplus(logit + bias));
-}
-
-// Stores past the cache, where the machine can.
-inline void stream(float* p, Vec value) {
-#if OUTRIDER_LANES == 16
-    _mm512_stream_ps(p, (__m512)value);
-#elif OUTRIDER_LANES == 8
-    _mm256_stream_ps(p, (__m256)value);
-#else
-    store(p, value);
-#endif
 }
 
 // W vectors of columns of a state, or with TAIL one of `left` columns.
@@ -175,7 +154,7 @@ void factors_by_head(const Call& call, Scratch& s, Factors& f, int64_t token, in
     const int64_t key_dim = call.key_dim;
     float decay[N];
     for (int i = 0; i < N; i++) {
-        decay[i] = decay_of(call, head, element<E>(call.decay, token + i, head), call.rate_bias[head]);
+        decay[i] = decay_of(call, head, call.decay.element<E>(token + i, head), call.rate_bias[head]);
         f.total[i] = (i ? f.total[i - 1] : 1.0f) * decay[i];
         for (int64_t d = 0; d < key_dim; d++) {
             s.pairs[d * LANES + i] = s.key[i * s.width + d];
@@ -204,13 +183,13 @@ void factors_by_head(const Call& call, Scratch& s, Factors& f, int64_t token, in
     }
 }
 
-// The same where each element of a key has a decay of its own.
+// The same with a decay for each element of a key.
 template <typename E, int N>
 void factors_by_element(const Call& call, Scratch& s, Factors& f, int64_t token, int64_t head) {
     const int64_t key_dim = call.key_dim;
     for (int i = 0; i < N; i++) {
         f.total[i] = f.rest[i] = 1.0f;
-        const E* logits = (const E*)call.decay.data + (token + i) * call.decay.stride + head * key_dim;
+        const E* logits = call.decay.row<E>(token + i) + head * key_dim;
         const float* bias = call.rate_bias + head * key_dim;
         for (int64_t d = 0; d < key_dim; d += LANES) {
             const Vec x = load(logits + d, key_dim - d) + load(bias + d, key_dim - d);
@@ -251,13 +230,13 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
     f.streams = streams;
     f.by_element = call.by_element;
     for (int i = 0; i < N; i++) {
-        const E* row = (const E*)call.mixed.data + (token + i) * call.mixed.stride;
+        const E* row = call.mixed.row<E>(token + i);
         unit(row + key_head * key_dim, s.query + i * s.width, key_dim, 1.0f / std::sqrt((float)key_dim));
         unit(row + keys + key_head * key_dim, s.key + i * s.width, key_dim, 1.0f);
         const E* value = row + 2 * keys + head * value_dim;
         for (int64_t v = 0; v < value_dim; v += LANES)
             store(s.delta + i * s.value_width + v, load(value + v, value_dim - v));
-        const float b = element<E>(call.beta, token + i, head);
+        const float b = call.beta.element<E>(token + i, head);
         f.beta[i] = call.beta_scale / (1.0f + std::exp(-b));
     }
     if (f.by_element)
@@ -278,7 +257,7 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
             squares = multiply_add(value, value, squares);
         }
         const float inverse = 1.0f / std::sqrt(sum(squares) + call.root * call.root);
-        const E* gate = (const E*)call.gate.data + (token + i) * call.gate.stride + head * value_dim;
+        const E* gate = call.gate.row<E>(token + i) + head * value_dim;
         E* out = (E*)call.out + ((token + i) * call.value_heads + head) * value_dim;
         for (int64_t v = 0; v < value_dim; v += LANES) {
             const Vec g = load(gate + v, value_dim - v);
@@ -288,40 +267,15 @@ void block(const Call& call, Scratch& s, int64_t token, int64_t head, const floa
     }
 }
 
-template <typename E, int N>
-void block_of(int64_t count, const Call& call, Scratch& s, int64_t token, int64_t head, const float* state,
-              float* after, bool streams) {
-    if constexpr (N > 1)
-        if (count < N) return block_of<E, N - 1>(count, call, s, token, head, state, after, streams);
-    block<E, N>(call, s, token, head, state, after, streams);
-}
-
 template <typename E>
 void head_of_row(const Call& call, const StateRows& rows, int64_t row, int64_t head) {
-    const int64_t size = call.key_dim * call.value_dim;
-    const auto slot = [&](int64_t i) { return call.memory + (i * call.value_heads + head) * size; };
     thread_local Scratch s;
     s.resize(call.key_dim, call.value_dim);
-    const float* state = slot(rows.sources[row]);
-    const bool aligned = (uintptr_t)call.memory % sizeof(Vec) == 0 && call.value_dim % LANES == 0;
-    const int64_t first = rows.firsts[row], count = rows.firsts[row + 1] - first;
-    int64_t write = rows.write_firsts[row];
-    const int64_t last_write = rows.write_firsts[row + 1];
-    for (int64_t t = 0; t < count;) {
-        const int64_t end = write < last_write ? rows.offsets[write] : count;
-        const int64_t tokens = end - t < MOST ? end - t : MOST;
-        const bool writes = write < last_write && t + tokens == end;
-        float* after = writes ? slot(rows.slots[write]) : s.state;
-        const bool streams = aligned && count == 1 && write + 1 == last_write && after != state;
-        block_of<E, MOST>(tokens, call, s, first + t, head, state, after, streams);
-        state = after;
-        t += tokens;
-        for (bool is_first = true; write < last_write && rows.offsets[write] == t; write++, is_first = false)
-            if (!is_first) std::memcpy(slot(rows.slots[write]), state, size * sizeof(float));
-    }
-#ifdef __AVX2__
-    if (aligned) _mm_sfence();  // before other threads read what was streamed
-#endif
+    const HeadStates states(call.memory, call.value_heads, head, call.key_dim, call.value_dim);
+    const auto compute = [&](auto n, int64_t token, const float* state, float* after, bool streams) {
+        block<E, decltype(n)::value>(call, s, token, head, state, after, streams);
+    };
+    compute_blocks<MOST>(rows, row, states, s.state, compute);
 }
 
 template <typename E>

@@ -1,7 +1,8 @@
 """Gated delta rule of decodes and verified drafts on GPUs: a program holds some columns of the state of a row's head.
 
-Its tokens follow one another in registers; the state is stored where the plan writes it. The norm needs all columns of
-a token, so a second launch computes it. Longer rows are computed in chunks by PyTorch (`serves`).
+Its tokens follow one another in registers; the state is stored where the plan writes it. Longer rows are computed in
+chunks (`chunks.py`), or in PyTorch if each element of a key has a decay of its own. The norm needs all columns of a
+token, so another launch computes it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compile_case import CompileCase, make_case
-from ..state_plan import StatePlan
+from ..state_plan import MAX_TOKENS, StatePlan
+from ..state_rows import softplus, store_state, writes_of
+from . import chunks
 from .torch import EPS
 
 if TYPE_CHECKING:
     from . import DeltaWeights, Projected
 
-MAX_TOKENS = 32
-"""Longest row of a pass that the kernel serves. A chunk's matrix products are faster for long ones; the bound has not
-been measured on a GPU."""
 _COLUMNS = 16
 """Columns of a state in a program: 256 rows of them are 32 registers of a thread."""
 
@@ -60,16 +60,12 @@ def _rule_kernel(
     row, head = tl.program_id(0), tl.program_id(1)
     keys, columns = tl.arange(0, D), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     is_key, is_column = keys < key_dim, columns < value_dim
-    places = keys[:, None] * value_dim + columns[None, :]
     inside = is_key[:, None] & is_column[None, :]
-    size = key_dim * value_dim
+    stride = heads * key_dim * value_dim
+    places = states + (head * key_dim + keys[:, None]) * value_dim + columns[None, :]
     first, end = tl.load(table + row), tl.load(table + row + 1)
-    source = tl.load(table + num_rows + 1 + row)
-    write_firsts = table + 2 * num_rows + 1
-    offsets = write_firsts + num_rows + 1
-    slots = offsets + tl.load(write_firsts + num_rows)
-    write, last_write = tl.load(write_firsts + row), tl.load(write_firsts + row + 1)
-    state = tl.load(states + (source * heads + head) * size + places, mask=inside, other=0.0)
+    offsets, slots, write, last_write = writes_of(table, num_rows, row)
+    state = tl.load(places + tl.load(table + num_rows + 1 + row) * stride, mask=inside, other=0.0)
     key_head = head // (heads // key_heads)
     speed = tl.load(rate + head)
     if BY_ELEMENT:
@@ -88,8 +84,7 @@ def _rule_kernel(
             rest = tl.load(decay + token * decay_stride + decays, mask=is_key, other=0.0).to(tl.float32) + bias
         else:
             rest = tl.load(decay + token * decay_stride + head).to(tl.float32) + bias
-        softplus = tl.where(rest > 20.0, rest, tl.log(1.0 + tl.exp(tl.minimum(rest, 20.0))))
-        factor = tl.exp(-speed * softplus)
+        factor = tl.exp(-speed * softplus(rest))
         if BY_ELEMENT:
             state *= factor[:, None]
         else:
@@ -99,10 +94,7 @@ def _rule_kernel(
         state += key[:, None] * delta[None, :]
         result = tl.sum(state * query[:, None], axis=0)
         tl.store(out + (token * heads + head) * value_dim + columns, result, mask=is_column)
-        while (write < last_write) & (tl.load(offsets + write, mask=write < last_write, other=-1) == token - first + 1):
-            slot = tl.load(slots + write)
-            tl.store(states + (slot * heads + head) * size + places, state, mask=inside)
-            write += 1
+        write = store_state(places, state, inside, stride, offsets, slots, write, last_write, token - first + 1)
 
 
 @triton.jit
@@ -131,9 +123,9 @@ def _gated_norm_kernel(
     tl.store(y + place, (normed * tl.sigmoid(opened)).to(y.dtype.element_ty), mask=inside)
 
 
-def serves(plan: StatePlan, states: Tensor) -> bool:
-    """True when the kernels compute a pass: rows of few tokens, and keys whose states registers hold."""
-    return plan.longest <= MAX_TOKENS and states.shape[2] <= 256 and states.shape[3] <= 1024
+def serves(plan: StatePlan, by_element: bool, states: Tensor) -> bool:
+    """True when registers hold the states and the results of a head, and the kernels of chunks have its decays."""
+    return (plan.longest <= MAX_TOKENS or not by_element) and states.shape[2] <= 256 and states.shape[3] <= 1024
 
 
 def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states: Tensor) -> Tensor:
@@ -141,14 +133,17 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
     mixed, gate, beta, decay = (part if part.stride(1) == 1 else part.contiguous() for part in inputs)
     _, heads, key_dim, value_dim = states.shape
     results = torch.empty((len(mixed), heads, value_dim), dtype=torch.float32, device=mixed.device)
-    _rule_kernel[(plan.num_rows, heads, triton.cdiv(value_dim, _COLUMNS))](
-        *(mixed, beta, decay, weights.rate, weights.rate_bias, plan.table, states, results),
-        *(key_dim**-0.5, EPS, weights.beta_scale, plan.num_rows, mixed.stride(0), beta.stride(0), decay.stride(0)),
-        *(heads, weights.key_heads, key_dim, value_dim),
-        D=triton.next_power_of_2(key_dim),
-        COLUMNS=_COLUMNS,
-        BY_ELEMENT=weights.by_element,
-    )
+    if plan.longest <= MAX_TOKENS:
+        _rule_kernel[(plan.num_rows, heads, triton.cdiv(value_dim, _COLUMNS))](
+            *(mixed, beta, decay, weights.rate, weights.rate_bias, plan.table, states, results),
+            *(key_dim**-0.5, EPS, weights.beta_scale, plan.num_rows, mixed.stride(0), beta.stride(0), decay.stride(0)),
+            *(heads, weights.key_heads, key_dim, value_dim),
+            D=triton.next_power_of_2(key_dim),
+            COLUMNS=_COLUMNS,
+            BY_ELEMENT=weights.by_element,
+        )
+    else:
+        chunks.compute((mixed, beta, decay), weights, plan, states, results, EPS)
     out = torch.empty((len(mixed), heads * value_dim), dtype=mixed.dtype, device=mixed.device)
     _gated_norm_kernel[(len(mixed), heads)](
         *(results, gate, weights.norm.scale, out, weights.norm.root_value**2, gate.stride(0), heads, value_dim),
@@ -159,8 +154,8 @@ def delta_net(inputs: Projected, weights: DeltaWeights, plan: StatePlan, states:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Cases of both kernels: Qwen3.5's and Kimi Linear's sizes, and small ones; each dtype."""
-    cases = []
+    """Cases of all kernels: Qwen3.5's and Kimi Linear's sizes, and small ones; each dtype."""
+    cases = chunks.compile_cases()
     for dtype, size, is_kimi in (
         *(("bf16", 128, False), ("fp16", 64, False), ("fp32", 128, False), ("bf16", 256, False)),
         ("bf16", 128, True),

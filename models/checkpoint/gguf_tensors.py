@@ -90,7 +90,7 @@ class GgufTensors:
         return next((candidate for candidate in candidates if candidate in self._tensors), found)
 
     def _half(self, stored: str, expert: int, half: str) -> StoredTensor | None:
-        """Gate or up of an expert, where a file has both in one tensor."""
+        """Gate or up of an expert, if a file has both in one tensor."""
         import numpy as np
 
         if stored not in self._tensors:

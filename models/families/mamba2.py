@@ -119,7 +119,8 @@ def _single_mixers(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _states(values: Mapping[str, Any]) -> Mamba2 | None:
-    return mamba2(values, frozenset(range(positive(values, "num_hidden_layers"))), KEYS)
+    layers = frozenset(range(positive(values, "num_hidden_layers")))
+    return mamba2(values, layers, KEYS, float_residual=bool(values["residual_in_fp32"]))
 
 
 def _derived(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +145,7 @@ TRAITS = FamilyTraits(
         "conv_kernel": 4,
         "use_bias": False,
         "use_conv_bias": True,
+        "residual_in_fp32": True,
         "rms_norm_eps": 1e-5,
     },
     keys={"rms_norm_eps": "layer_norm_epsilon"},

@@ -70,7 +70,7 @@ class DeltaNet:
     norm_eps: float | None = None
     """Epsilon of the gated norm; None: that of all norms."""
     by_element: bool = False
-    """True: Kimi Delta Attention, where each element of a key has a decay of its own, and the gate is a sigmoid."""
+    """True: Kimi Delta Attention, in which each element of a key has a decay of its own, and the gate is a sigmoid."""
 
     @property
     def channels(self) -> int:
@@ -108,6 +108,8 @@ class Mamba2:
     """Factors of a mixer's input and of its result."""
     part_factors: tuple[float, ...] = (1.0,) * 5
     """Factors of the gate, x, B, C and the time steps."""
+    float_residual: bool = False
+    """True: layers add their results in float32 (Mamba-2)."""
     attention_factors: tuple[float, float] | None = None
     """Factors of the input and the result of attention in the same layer (Falcon-H1); None: it has no attention."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.short_convolution import Filters, short_convolution
-from ..layers.weights import WeightSlot
+from ..layers.weights import RenamedSlot, WeightSlot
 from ..ranges import Range, Rows, rows_of_tensors
 from .memory import LayerStates, StatePass
 
@@ -49,6 +49,16 @@ class Convolution:
                 slots[f"{name}.bias"] = WeightSlot((rows.total,), partial(self._load_bias, rows), 0.02)
             first += channels
         return slots
+
+    def merged_slots(self, name: str) -> dict[str, RenamedSlot]:
+        """Slot of one module `name` with the channels of all parts."""
+        share = self._share or [Rows.whole(channels) for channels in self._parts.values()]
+        slices, total = [], 0
+        for rows in share:
+            slices += [slice(part.start + total, part.stop + total) for part in rows.slices]
+            total += rows.total
+        slot = WeightSlot((total, 1, self._kernel), partial(self._load, 0, Rows(total, slices)), self._kernel**-0.5)
+        return {f"{name}.weight": RenamedSlot(slot, tuple(f"{part}.weight" for part in self._parts))}
 
     def _load(self, first: int, rows: Rows, tensor: Tensor) -> None:
         if self._taps is None:

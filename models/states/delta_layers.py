@@ -13,7 +13,7 @@ from ..decoder_layer import GeneralLayer
 from ..families.state_layers import DeltaNet
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
-from ..layers.weights import WeightSlot
+from ..layers.weights import RenamedSlot, WeightSlot
 from ..ranges import Rows
 from .convolution import Convolution
 from .memory import LayerStates
@@ -90,6 +90,11 @@ class DeltaNetLayer(GeneralLayer):
         for name, load in (("A_log", self._load_rate), ("dt_bias", self._load_rate_bias)):
             slots[f"{self._module}.{name}"] = WeightSlot((self._rows[name].total,), load)
         return slots
+
+    def renamed_slots(self) -> dict[str, RenamedSlot]:
+        """See DecoderLayer. transformers has one convolution in OLMo Hybrid, which files may keep."""
+        merged = self._convolution.merged_slots(f"{self._module}.conv1d")
+        return super().renamed_slots() | (merged if len(self._states.names.convolutions) > 1 else {})
 
     def _load_rate(self, tensor: Tensor) -> None:
         self._rate = self._rounded(self._rows["A_log"].of(tensor.flatten())).exp()

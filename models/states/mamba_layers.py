@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ...kernels.mamba2 import GroupNorm, MixerWeights, Projected, mamba2
 from ..batch import ForwardBatch
+from ..config import DecoderConfig
 from ..decoder_layer import GeneralLayer, entering
 from ..families.state_layers import Mamba2
 from ..layers.linear import AdapterRows, Linear
 from ..layers.mlp import Mlp
+from ..layers.norm import RMSNorm
 from ..layers.weights import RenamedSlot, WeightSlot
 from ..ranges import Rows
 from .convolution import Convolution
-from .mamba2 import ScanInputs, scan
 from .memory import LayerStates
 from .shares import StateShare
 
@@ -80,33 +81,16 @@ class MambaMixer:
         if self._factors is not None:
             projected = projected * self._factors
         gate, mixed, step = projected.split(self._widths, 1)
-        mixed = self._convolution.forward(mixed, batch.states, memory, silu=True).float()
-        parts = states.groups * states.state_dim
-        x, key, query = mixed.split([states.size, parts, parts], 1)
-        x = x.unflatten(1, (states.heads, -1))
-        step = F.softplus(step.float() + vectors["dt_bias"]).clamp(*states.time_step_limit)
-        inputs = ScanInputs(
-            value=x * step.unsqueeze(-1),
-            decay=step * vectors["A_log"],
-            key=key.unflatten(1, (states.groups, -1)),
-            query=query.unflatten(1, (states.groups, -1)),
+        mixed = self._convolution.forward(mixed, batch.states, memory, silu=True)
+        norm = None
+        if states.norm != "none":
+            scale, is_before = vectors["norm.weight"], states.norm == "before_gate"
+            norm = GroupNorm(scale, self._eps, is_before, self._group_size, self._group_sum)
+        weights = MixerWeights(
+            vectors["A_log"], vectors["dt_bias"], vectors["D"], norm, states.groups, states.time_step_limit
         )
-        y = scan(inputs, batch.states, memory.recurrent) + x * vectors["D"].unsqueeze(-1)
-        return times(self.out.forward(self._gated(y.flatten(1), gate.float()).to(normed.dtype), batch), scale_out)
-
-    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Result [T, size] in float32, gated and maybe normalised by groups."""
-        kind = self._states.norm
-        if kind != "before_gate":
-            y = y * F.silu(gate)
-        if kind == "none":
-            return y
-        grouped = y.unflatten(1, (self._states.groups, -1))
-        squares = grouped.square().sum(-1, keepdim=True)
-        squares = squares if self._group_sum is None else self._group_sum(squares)
-        grouped = grouped * torch.rsqrt(squares / self._group_size + self._eps)
-        y = grouped.flatten(1) * self._vectors["norm.weight"]
-        return y * F.silu(gate) if kind == "before_gate" else y
+        y = mamba2(Projected(mixed, gate, step), weights, batch.states, memory.recurrent)
+        return times(self.out.forward(y, batch), scale_out)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots by the checkpoint's tensor names, but for the projections'."""
@@ -200,8 +184,40 @@ class SingleLayer(GeneralLayer):
 
     def forward_deferred(self, hidden: Tensor, delta: Tensor | None, batch: ForwardBatch, kv: Any) -> Any:
         """See DecoderLayer."""
-        normed, hidden = entering(self._before_attention, hidden, delta)
+        if hidden.dtype == self._config.dtype:
+            normed, hidden = entering(self._before_attention, hidden, delta)
+        else:  # see FloatResidual
+            normed, _ = entering(self._before_attention, hidden.to(self._config.dtype), delta)
         return hidden, self._mix(normed, batch, kv)
+
+
+class FloatResidual:
+    """Start and end of a residual stream in float32, to which layers in the model's dtype add."""
+
+    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
+        """`norm`: that of the last layer's result."""
+        self._norm, self._dtype = norm, dtype
+
+    def enter(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Residual stream [T, H] that the first layer reads, from embeddings."""
+        return hidden.float()
+
+    def leave(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """Normed result [T, H] in the model's dtype."""
+        return self._norm(hidden).to(self._dtype)
+
+    def linears(self) -> list[Linear]:
+        """None."""
+        return []
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Slots of the norm."""
+        return self._norm.weight_slots()
+
+
+def has_float_residual(config: DecoderConfig) -> bool:
+    """True when layers add their results in float32, and compute in another dtype."""
+    return isinstance(config.states, Mamba2) and config.states.float_residual and config.dtype != torch.float32
 
 
 class SingleMamba(SingleLayer, MambaLayer):

@@ -51,14 +51,14 @@ def build_on_meta(raw: Mapping[str, Any], architecture: str, dtype: torch.dtype)
     _check_sizes(raw, architecture)
     register()
     try:
+        cls = getattr(transformers, architecture)
+        if getattr(cls, "_is_stateful", False):
+            raise refused(architecture, "it has state-space layers, whose state is not kept in blocks")
         values = {key: value for key, value in raw.items() if key not in _NOT_READ}
         config = CONFIG_MAPPING[str(raw.get("model_type"))].from_dict(values)
-        cls = getattr(transformers, architecture)
         if config.is_encoder_decoder:
             raise refused(architecture, "it has an encoder")
         _without_dynamic_rope(config)
-        if getattr(cls, "_is_stateful", False):
-            raise refused(architecture, "it has state-space layers, whose state is not kept in blocks")
         with torch.device("meta"):
             model = cls._from_config(config, dtype=dtype, attn_implementation=NAME).eval()
     except UnsupportedModelError:

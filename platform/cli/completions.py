@@ -46,8 +46,8 @@ def completed(file: Path, *, mend: bool = False) -> dict[int, dict[str, Any]]:
     for index, line in enumerate(data[:end].splitlines()):
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if isinstance(record, dict):
-                found[record.pop("number", index)] = record
+            if isinstance(record, dict) and isinstance(number := record.pop("number", index), int):
+                found[number] = record
     return found
 
 

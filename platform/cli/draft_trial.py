@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..core.errors import OutriderError
 from .adapter_rank import largest_rank
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def _decode(llm: LLM, prompts: Sequence[list[int]], lora: LoRARequest | None, nu
 
 
 def _compare(plain: Decoding, drafted: Decoding, num_drafts: int) -> Trial:
-    by_step = drafted.seconds / max(1, drafted.steps)
-    without = plain.seconds / max(1, plain.steps)
-    return Trial(num_drafts, by_step / max(without, 1e-9), drafted.tokens / max(1, drafted.steps))
+    """Raises OutriderError if no answer has a second token."""
+    if not plain.steps or not drafted.steps:
+        raise OutriderError("the prompts leave no room for an answer of two tokens")
+    without = plain.seconds / plain.steps
+    return Trial(num_drafts, drafted.seconds / drafted.steps / without, drafted.tokens / drafted.steps)

@@ -180,8 +180,8 @@ def run(namespace: argparse.Namespace) -> int:
         try:
             for line in describe_trial(options, held_out):
                 _report(line)
-        except OutriderError as error:
-            _report(f"whether serving it pays could not be measured: {error.message}")
+        except (OutriderError, RuntimeError, MemoryError) as error:  # the weights are written: the run has not failed
+            _report(f"whether serving it pays could not be measured: {reason(error)}")
     return 0
 
 

@@ -135,18 +135,28 @@ def load_corpora(config: SpeculativeConfig, context: DrafterContext) -> Corpora 
     if config.prompt_lookup_corpus is None:
         return None
     path = Path(config.prompt_lookup_corpus)
-    if not path.exists():
-        raise NotFoundError(f"speculative_config: prompt_lookup_corpus: there is no {path}", param="speculative_config")
+    try:
+        if not path.exists():
+            message = f"speculative_config: prompt_lookup_corpus: there is no {path}"
+            raise NotFoundError(message, param="speculative_config")
+        entries = [path] if path.is_file() else _entries(path)
+        shared = [entry for entry in entries if entry.is_file()]
+        tenants = {folder.name: list(filter(Path.is_file, _entries(folder))) for folder in entries if folder.is_dir()}
+    except OSError as error:
+        raise _wrong(path, f"cannot be read: {error}") from error
     texts = _Texts(context)
-    shared = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
-    tenants = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
     found = texts.read(shared)
-    by_tenant = {folder.name: texts.read(sorted(f for f in folder.iterdir() if f.is_file())) for folder in tenants}
+    by_tenant = {name: texts.read(files) for name, files in tenants.items()}
     if found is None and not any(by_tenant.values()):
         raise InvalidRequestError(
             f"speculative_config: prompt_lookup_corpus: {path} holds no text", param="speculative_config"
         )
     return Corpora(found, {name: corpus for name, corpus in by_tenant.items() if corpus is not None})
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Files and folders in a folder. Hidden ones are left out: a mounted ConfigMap has copies of its files in them."""
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
 class _Texts:
@@ -186,8 +196,10 @@ class _Texts:
         except (ValueError, RecursionError) as error:
             raise _wrong(file, f"line {number} is not {wanted}") from error
         if isinstance(record, dict):
-            if isinstance(record.get("text"), str):
-                return self._encode(record["text"])
+            if isinstance(text := record.get("text"), str):
+                if text.isascii() or text == text.encode(errors="replace").decode():
+                    return self._encode(text)
+                raise _wrong(file, f"line {number} has a lone surrogate in text")
             ids = record.get("token_ids", record.get("completion_token_ids"))
             if isinstance(ids, list) and all(type(i) is int and 0 <= i < self._vocab_size for i in ids):
                 return ids

@@ -56,10 +56,11 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> Drafter:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise NotFoundError(f"cannot be read: {error}", param="speculative_config") from error
-    return OracleDrafter(_recorded(line, number) for number, line in enumerate(lines, 1) if line.strip())
+    vocab_size = context.target.config.vocab_size
+    return OracleDrafter(_recorded(line, number, vocab_size) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def _recorded(line: str, number: int) -> tuple[list[int], list[int]]:
+def _recorded(line: str, number: int, vocab_size: int) -> tuple[list[int], list[int]]:
     try:
         record: Any = json.loads(line)
         prompt, answer = record["prompt_token_ids"], record["completion_token_ids"]
@@ -67,4 +68,7 @@ def _recorded(line: str, number: int) -> tuple[list[int], list[int]]:
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         wanted = "an object with prompt_token_ids and completion_token_ids, lists of integers"
         raise InvalidRequestError(f"line {number} is not {wanted}", param="speculative_config") from error
+    if not all(0 <= token < vocab_size for token in answer):
+        message = f"line {number} has token ids that are not below {vocab_size}, the size of the vocabulary"
+        raise InvalidRequestError(message, param="speculative_config")
     return prompt, answer

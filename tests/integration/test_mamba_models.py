@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*-E"}
 MAMBA = {"architectures": ["Mamba2ForCausalLM"]}
 BAMBA = {"architectures": ["BambaForCausalLM"]}
+DEEP = replace(FAMILIES["mamba2"], config=FAMILIES["mamba2"].config | {"num_hidden_layers": 12})
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +50,13 @@ def test_a_model_without_attention_takes_no_memory_for_kv(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "param"), [({"batch_invariant": True}, "batch_invariant"), ({"tensor_parallel_size": 2},) * 2]
+    ("option", "value", "reason"),
+    [("batch_invariant", True, "recurrent"), ("tensor_parallel_size", 2, "neither divides the groups of Mamba-2 3")],
 )
-def test_refused_options(folder, options, param):
-    with pytest.raises(InvalidRequestError, match="recurrent") as caught:
-        LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, **options)
-    assert caught.value.param in (param, "tensor_parallel_size")
+def test_refused_options(folder, option, value, reason):
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        LLM(str(folder), skip_tokenizer_init=True, max_model_len=64, **{option: value})
+    assert caught.value.param == option
 
 
 @pytest.mark.parametrize(
@@ -63,6 +66,7 @@ def test_refused_options(folder, options, param):
         (MAMBA | {"num_heads": 100}, "num_heads"),
         (MAMBA | {"n_groups": 3}, "n_groups"),
         (MAMBA | {"conv_kernel": 1}, "conv_kernel"),
+        (MAMBA | {"residual_in_fp32": "yes"}, "residual_in_fp32"),
         (MAMBA | {"time_step_limit": [0.0]}, "time_step_limit"),
         (MAMBA | {"time_step_limit": [-1.0, 2.0]}, "time_step_limit"),
         (BAMBA | {"mamba_n_heads": 100}, "mamba_n_heads"),
@@ -99,3 +103,25 @@ def test_published_configs_are_read():
     }
     assert limits == {(0.0, float("inf"))}
     assert "GraniteMoeHybridForCausalLM" in SERVED
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_results_of_layers_are_added_in_float32(in_fp32, tmp_path):
+    """Logits of bfloat16 are nearer to those of transformers with the same switch than with the other."""
+    path = tmp_path / "model"
+    model = build(replace(DEEP, config=DEEP.config | {"residual_in_fp32": in_fp32}))
+    model.backbone.embeddings.weight.data *= 300  # a result of a layer is less than the rounding of the sum in bfloat16
+    model.to(torch.bfloat16).save_pretrained(path)
+    tokens = list(range(5, 60))
+    references = {}
+    for switch in (True, False):
+        for layer in model.backbone.layers:
+            layer.residual_in_fp32 = switch
+        with torch.inference_mode():
+            references[switch] = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    with LLM(str(path), skip_tokenizer_init=True, max_model_len=64, max_logprobs=131) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=131)
+        found = llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)[0].prompt_logprobs
+    ours = torch.tensor([[row[token].logprob for token in range(131)] for row in found[1:]])
+    distances = {switch: (ours - expected[:-1]).abs().mean() for switch, expected in references.items()}
+    assert distances[in_fp32] < distances[not in_fp32]

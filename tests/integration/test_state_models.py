@@ -13,7 +13,7 @@ from outrider.models.checkpoint.loader import read_facts
 from outrider.models.demo import demo_model_path
 from outrider.platform.core.errors import InvalidRequestError, UnsupportedModelError
 
-from ..tiny_families import FAMILIES, Family, build
+from ..tiny_families import FAMILIES, OLMO_HYBRID, Family, build
 from .test_grammar_drafts import late_at_random, requests
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -99,3 +99,30 @@ def test_sequences_are_as_many_as_have_memory(folder):
         assert 1 < llm.llm_engine.engine_core.scheduler.config.max_num_seqs < 64
         outputs = llm.generate([{"prompt_token_ids": [5] * n} for n in range(1, 40)], GREEDY, use_tqdm=False)
         assert len(outputs) == 39
+
+
+def test_filters_of_values_that_are_wider_than_keys(tmp_path):
+    """OLMo Hybrid's filters as its published files have them, and as one tensor, which is transformers' own form.
+    transformers 5.24 writes three parts of the same width, which are refused by their shapes."""
+    from safetensors.torch import load_file, save_file
+
+    model = build(Family("OlmoHybrid", OLMO_HYBRID | {"linear_value_head_dim": 24}))
+    model.save_pretrained(tmp_path)
+    prompt, file = list(range(5, 60)), tmp_path / "model.safetensors"
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0
+    )
+    with pytest.raises(InvalidRequestError, match=r"v_conv1d.weight \[58, 1, 4\] instead of \[96, 1, 4\]"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=128)
+    tensors = {name: tensor for name, tensor in load_file(file).items() if "conv1d" not in name}
+    merged = {name: tensor for name, tensor in model.state_dict().items() if "conv1d" in name}
+    parts = {
+        name.replace("conv1d", f"{part}_conv1d"): piece.contiguous()
+        for name, tensor in merged.items()
+        for part, piece in zip("qkv", tensor.split([40, 40, 96]), strict=True)
+    }
+    for filters in (parts, merged):
+        save_file(tensors | filters, file, {"format": "pt"})
+        with LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=128) as llm:
+            output = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        assert output == expected[0, len(prompt) :].tolist()

@@ -189,6 +189,7 @@ def test_llama_through_transformers_has_native_text_and_drafts(models, make_engi
         ("Bloom", {}, "0 of its 2 layers"),
         ("Falcon", {}, "its attention is its own"),
         ("Mamba", {}, "state-space"),
+        ("NemotronH", {"layers_block_type": ["mamba", "attention"]}, "state-space"),  # its file has an infinity
         ("OPT", {"num_key_value_heads": 4}, "has no attribute 'decoder'"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("DiffLlama", {}, "once each"),

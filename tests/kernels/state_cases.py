@@ -36,6 +36,13 @@ ROWS = {
     # A chunk with snapshots, one of them of a length that the ring has too.
     "chunks": Rows([150, 2, 33], [0, 11, 12], [[(64, 1), (149, 2), (150, 3), (150, 4)], [(2, 5)], [(32, 6), (33, 7)]]),
 }
+MORE_ROWS = {
+    # The last row starts at slot 0, writes a length to two slots and does not write its first ones.
+    "short": Rows([2, 20], [4, 0], [[(2, 5)], [(17, 2), (20, 3), (20, 1)]]),
+    # A decode alongside drafts and two prompts: a full chunk, and one token more.
+    "mixed": Rows([1, 3, 64, 65], [4, 6, 0, 9], [[(1, 5)], [(2, 7), (3, 6)], [(64, 1)], [(64, 10), (65, 9)]]),
+}
+"""More passes, for kernels with several paths."""
 
 
 class Net(NamedTuple):

@@ -128,7 +128,7 @@ def test_products_of_every_number_of_tokens(name: str, dtype: torch.dtype, devic
 
 
 def pool_of(product: Product, num_rows: int) -> Pool:
-    """Rank rows, some of which have no weights in a slice, where what is stored must not be read."""
+    """Rank rows, some of which have no weights in a slice: what is stored there must not be read."""
     pool = Pool(num_rows, product.case.inputs, product.case.sizes, product.dtype, product.device)
     pool.live[torch.rand(pool.live.shape) < 0.25] = 0
     begin = 0

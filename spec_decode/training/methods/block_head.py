@@ -136,7 +136,7 @@ class BlockHead(TrainedDrafter):
 
     def steps(self, features: Features, anchors: Tensor, drafts: int) -> list[Step]:
         """For each draft its inputs of the output head, and the labels that it guesses; `anchors` [N, A] are
-        ascending, and 0 where there is none."""
+        ascending, and 0 if there is none."""
         hidden, labels = self.states(features, anchors, drafts), features.labels
         index = label_index(labels, features.ids)
         found = []
@@ -236,7 +236,7 @@ def label_index(labels: Labels, ids: Tensor) -> Tensor:
 
 def draw_anchors(labels: Labels, ids: Tensor, most: int | None, before: int = 0) -> Tensor:
     """[N, A] positions with labels, and up to `before` positions before them, ascending: `most` of each text, drawn at
-    random, or all; 0 where a text has fewer. Position 0 has no context, and is no anchor."""
+    random, or all; 0 if a text has fewer. Position 0 has no context, and is no anchor."""
     valid = label_index(labels, ids) >= 0
     for _ in range(before):
         valid = valid | F.pad(valid[:, 1:], (0, 1))

@@ -51,8 +51,8 @@ def run(page):
 POINT = dict.fromkeys(Point.model_fields) | {"time": 1000, "ttft_count": 0, "itl_count": 0}
 POINT |= {"output_tokens_per_second": 0, "prompt_tokens_per_second": 0, "requests_per_second": 0}
 STATS = {
-    "time": 1000, "live": POINT, "speculation": None, "adapters": [], "adapters_left_out": 0, "tenants": [],
-    "history": [POINT], "kv_cache": {"usage": 0, "prefix_queries": 0, "prefix_hits": 0},
+    "time": 1000, "live": POINT, "speculation": None, "tokens_by_drafter": {}, "adapters": [], "adapters_left_out": 0,
+    "tenants": [], "history": [POINT], "kv_cache": {"usage": 0, "prefix_queries": 0, "prefix_hits": 0},
     "server": {
         "state": "ready", "version": "1", "uptime": 5, "engine_restarts": 0, "snapshot_age": 0.1, "model": XSS,
         "architecture": "A", "dtype": "float32", "device": "cpu", "num_parameters": 5, "max_model_len": 64,

@@ -325,6 +325,6 @@ def test_a_server_under_load_compared_with_its_engine(gpu, run, tmp_path):
     cells = ["no adapters x 2 streams", "2 adapters x 2 streams"]
     names = ["server ready", "first requests of 2 adapters", *(f"HTTP, {cell}" for cell in cells)]
     assert list(rows) == [*names, "engine, first requests of 2 adapters", *(f"engine, {cell}" for cell in cells)]
-    assert all(rows[f"HTTP, {cell}"]["ttft_p50_ms"] > 0 and rows[f"HTTP, {cell}"]["itl_p50_ms"] > 0 for cell in cells)
+    assert all(rows[f"HTTP, {cell}"]["ttft_p50_ms"] > 0 for cell in cells)
     assert all(rows[f"HTTP, {cell}"].keys() >= {"api_cores", "engine_cores"} for cell in cells)
     assert all(rows[f"engine, {cell}"]["http_over_engine"] > 0 for cell in cells)

@@ -101,7 +101,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_recurrent_layers_are_divided(name: str, save_tiny: Callable) -> None:
-    """Heads, or channels, and their states; where four ranks share two groups, or one, they normalise together."""
+    """Heads, or channels, and their states; if four ranks share two groups, or one, they normalise together."""
     family = {**FAMILIES, **VARIANTS}[name]
     folder, _ = save_tiny(family.prefix, **{**family.config, **GROUPS.get(name, {})})
     check(folder)

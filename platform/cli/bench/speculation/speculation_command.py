@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> Result:
 
     with tempfile.TemporaryDirectory() as scratch:
         report = measure_speculation(options, modes, adapters, Path(scratch))
-    status = 130 if report["cut"] else 0
+    status = 128 + report["signal"] if report["cut"] else 0
     return Result(report, format_table(report), lambda file: draw(report, file), status)
 
 

@@ -80,6 +80,7 @@ def measure_speculation(
     return {
         "labels": [*cut, *labels(synthetic=rates, random_weights=dummy)],
         "cut": measured.cut,
+        "signal": interrupt.wanted,
         "synthetic_acceptance_rates": rates,
         "machine": describe_machine(),
         "model": describe_model(options.model, engines[0].core.info),

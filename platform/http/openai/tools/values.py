@@ -91,11 +91,13 @@ def tagged_calls(name: str, lexemes: Sequence[Lexeme], form: TaggedForm) -> list
 
 
 def _from_json(text: str) -> Any:
-    """Value of a JSON text; the text itself if it is none."""
+    """Value of a JSON text; the text itself if it is none, or if a number in it is not finite."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # 1e999 is infinite, too
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 def properties_by_function(tools: Iterable[dict[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -228,6 +228,16 @@ def test_white_space_is_searched_once(name):
     assert not [delta for delta in [*deltas, *parser.finish()] if "tool_calls" in delta]
 
 
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [("1e2", 100.0), ('{"a": [null]}', {"a": [None]}), ("NaN", "NaN"), ("[1e999]", "[1e999]"), ("[1", "[1")],
+)
+def test_values_that_deepseek_marks_as_json(said, value):
+    call = f'<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">{said}</｜DSML｜parameter>\n'
+    message = parse(FormatParser(FORMATS["deepseek_v32"], "", with_calls=True), [f"{call}</｜DSML｜invoke>"])
+    assert message == {"tool_calls": [{"name": "f", "arguments": {"a": value}}]}
+
+
 def test_a_call_without_arguments_has_an_empty_object():
     parser = FormatParser(FORMATS["hermes"], "", with_calls=True)
     deltas = [*parser.feed('<tool_call>{"name": "now"}</tool_call>'), *parser.finish()]

@@ -1,6 +1,7 @@
 """Corpora of prompt lookup: the longest match compared with a plain search, files, and tenants kept apart."""
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,7 @@ def test_texts_are_tokenized(tmp_path):
         ("a.txt", b"\xff\xfe", "cannot be read as text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": 5}', "line 2 is not an object with text, token_ids or completion"),
         ("a.jsonl", b'{"token_ids": [99999999]}', "of token ids below"),
+        ("a.jsonl", b'{"text": "a\\ud800"}', "line 1 has a lone surrogate in text"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not an object"),
         ("a.txt", b" \n", "holds no text"),
         ("a.txt", b"word " * 400, "have more than 100 tokens"),
@@ -123,3 +125,26 @@ def test_a_path_that_is_missing_or_of_another_method(tmp_path):
         LLM(MODEL, speculative_config={"method": "ngram", "prompt_lookup_corpus": 5})
     with pytest.raises(InvalidRequestError, match="prompt_lookup_corpus means nothing to method suffix"):
         engine(tmp_path, method="suffix")
+
+
+def test_hidden_files_and_folders_are_left_out(tmp_path):
+    """A mounted ConfigMap has its files in a hidden folder, and links to them."""
+    (tmp_path / "..data").mkdir()
+    (tmp_path / "..data" / "a.txt").write_bytes(b"\xff")
+    (tmp_path / ".DS_Store").write_bytes(b"\xff")
+    with pytest.raises(InvalidRequestError, match="holds no text"):
+        engine(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "acme").mkdir()
+    listed = Path.iterdir
+
+    def iterdir(folder):
+        if folder.name == "acme":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(InvalidRequestError, match=r"prompt_lookup_corpus: .*cannot be read: .*acme"):
+        engine(tmp_path)

@@ -71,6 +71,15 @@ def test_a_line_that_is_no_answer_is_named(line, tmp_path):
         engine(file)
 
 
+@pytest.mark.parametrize("token", [-1, 99999999])
+def test_token_ids_beyond_the_vocabulary_are_refused(token, tmp_path):
+    """The target could not verify them."""
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt_token_ids": [1], "completion_token_ids": [2, token]}))
+    with pytest.raises(InvalidRequestError, match=r"speculative_config: .*line 1 has token ids that are not below"):
+        engine(file)
+
+
 def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(NotFoundError, match=r"none\.jsonl"):
         engine(tmp_path / "none.jsonl")

@@ -8,6 +8,7 @@ import pytest
 from outrider import LLM
 from outrider.platform.cli import completions, draft_trial
 from outrider.platform.cli.draft_trial import Decoding, Trial, describe_trial
+from outrider.platform.core.errors import OutriderError
 from outrider.spec_decode.training.run import train_draft
 
 
@@ -34,6 +35,8 @@ def test_break_even_is_the_ratio_of_step_times():
     assert trial.break_even == pytest.approx(1.5)
     assert trial.acceptance_length == pytest.approx(1.8)
     assert trial.speedup == pytest.approx(1.2)
+    with pytest.raises(OutriderError, match="no room for an answer"):
+        draft_trial._compare(Decoding(0.0, 0, 0), Decoding(0.0, 0, 0), 3)
 
 
 @pytest.mark.slow
@@ -78,6 +81,6 @@ def test_progress_of_generation_does_not_guess_the_time_of_the_last_answers(opti
 
 def test_damaged_lines_of_completions_are_generated_again(tmp_path):
     file = tmp_path / "generated.jsonl"
-    file.write_text('{"number": 2, "prompt_token_ids": [1]}\nnot JSON\n[3]\n{"number": 0, "prompt')
+    file.write_text('{"number": 2, "prompt_token_ids": [1]}\nnot JSON\n{"number": [3]}\n[3]\n{"number": 0, "prompt')
     assert completions.completed(file, mend=True) == {2: {"prompt_token_ids": [1]}}
     assert file.read_text().endswith("[3]\n")

@@ -1,44 +1,76 @@
-"""Recurrence of Mamba-2 (Dao, Gu 2024, "Transformers are SSMs").
-
-    S[t] = exp(g[t]) · S[t-1] + B[t] v[t]ᵀ        g = A · dt, v = dt · x
-    y[t] = S[t]ᵀ C[t]
+"""Recurrence of Mamba-2 in PyTorch: the reference, and the path of devices without another.
 
 Tokens one by one for runs of one token, else in chunks: within one as attention without softmax, and by the states
-between them (section 6).
-R rows, H heads in J groups that share B and C, L tokens, N elements of B and C, P of a head; all in float32.
+between them (section 6). R rows, L tokens; all in float32.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ...kernels.state_plan import CHUNK, Run, StatePlan
+from ..state_plan import CHUNK, Run, StatePlan
+
+if TYPE_CHECKING:
+    from . import GroupNorm, MixerWeights, Projected
 
 
 class ScanInputs(NamedTuple):
     """Inputs of T tokens, or of [R, L] of them."""
 
     value: Tensor
-    """[T, H, P] v"""
+    """[T, H, P] dt · x"""
     decay: Tensor
-    """[T, H] g, at most 0"""
+    """[T, H] rate · dt, at most 0"""
     key: Tensor
     """[T, J, N] B"""
     query: Tensor
     """[T, J, N] C"""
 
 
-def scan(inputs: ScanInputs, states: StatePlan, memory: Tensor) -> Tensor:
-    """Compute y [T, H, P], and write the states of `memory` [S, H, N, P]."""
+def mamba2(inputs: Projected, weights: MixerWeights, plan: StatePlan, states: Tensor) -> Tensor:
+    """See `kernels.mamba2.mamba2`."""
+    _, heads, state_dim, head_dim = states.shape
+    size, parts = heads * head_dim, weights.groups * state_dim
+    x, key, query = inputs.mixed.float().split([size, parts, parts], 1)
+    x = x.unflatten(1, (heads, -1))
+    step = F.softplus(inputs.step.float() + weights.step_bias).clamp(*weights.limits)
+    key, query = (part.unflatten(1, (weights.groups, -1)) for part in (key, query))
+    y = scan(ScanInputs(x * step.unsqueeze(-1), step * weights.rate, key, query), plan, states)
+    y = (y + x * weights.skip.unsqueeze(-1)).flatten(1)
+    return _gated(y, inputs.gate.float(), weights).to(inputs.mixed.dtype)
+
+
+def _gated(y: Tensor, gate: Tensor, weights: MixerWeights) -> Tensor:
+    """Result [T, H · P] in float32, gated and maybe normalised by groups."""
+    norm = weights.norm
+    if norm is None:
+        return y * F.silu(gate)
+    if not norm.is_before_gate:
+        y = y * F.silu(gate)
+    y = normalise(y, norm, weights.groups)
+    return y * F.silu(gate) if norm.is_before_gate else y
+
+
+def normalise(y: Tensor, norm: GroupNorm, groups: int) -> Tensor:
+    """Norm of y [T, H · P] in float32 by groups."""
+    grouped = y.unflatten(1, (groups, -1))
+    squares = grouped.square().sum(-1, keepdim=True)
+    squares = squares if norm.sum is None else norm.sum(squares)
+    return (grouped * torch.rsqrt(squares / norm.size + norm.eps)).flatten(1) * norm.scale
+
+
+def scan(inputs: ScanInputs, plan: StatePlan, memory: Tensor) -> Tensor:
+    """Compute S[t]ᵀ C[t] [T, H, P], and write the states of `memory` [S, H, N, P]."""
 
     def compute_run(run: Run, before: Tensor) -> tuple[Tensor, Tensor]:
         compute = _step if run.tokens.shape[1] == 1 else _chunks
         return compute(_gathered(inputs, run), before)
 
-    return states.compute(memory, torch.empty_like(inputs.value), compute_run)
+    return plan.compute(memory, torch.empty_like(inputs.value), compute_run)
 
 
 def _gathered(inputs: ScanInputs, run: Run) -> ScanInputs:
