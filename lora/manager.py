@@ -22,6 +22,7 @@ from ..platform.core.errors import AdapterError, error_from_info
 from ..platform.core.request import Request
 from .device.batching import PlanRows, StepAdapters
 from .device.layers import LoraBatch
+from .device.learnt import LearntRows, ModuleWeights
 from .device.pool import RowPool, count_rows
 from .device.sites import AdapterHooks, make_sites
 from .files.folder import AdapterFiles
@@ -72,8 +73,10 @@ class AdapterManager:
             row_bytes=0 if config.memory_bytes is None else row_bytes,
             on_free=hooks.on_free,
         )
-        for part in sites:
-            part.allocate(pool.num_rows)
+        target.allocate(pool.num_rows)
+        draft.allocate(pool.num_rows + hooks.num_learners * hooks.learnt_rank)
+        self.learnt = LearntRows(draft, pool.num_rows, hooks.learnt_rank, hooks.num_learners)
+        """Rows of draft weights that are learnt while serving."""
         self._files = AdapterFiles(target.model, draft.model, draft_method=hooks.draft_method, max_rank=max_rank)
         self._registry = AdapterRegistry()
         writer = RowWriter(sites, device, hooks.on_write)
@@ -225,6 +228,14 @@ class AdapterManager:
             return b""
         assert version.digest is not None, "the adapter has not been read yet"
         return version.digest
+
+    def draft_weights(self, digest: bytes) -> ModuleWeights | None:
+        """Return the draft weights of an adapter; {} if it has none, and for the base model (b""); None if the adapter
+        is not in host memory."""
+        if not digest:
+            return {}
+        adapter = self._residency.host.get(digest)
+        return None if adapter is None else adapter.drafter.linears.weights()
 
     def vocab_size(self, request: Request) -> int:
         """Return the number of tokens of an admitted request's adapter; 0 if it is the base model's."""

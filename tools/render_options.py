@@ -29,7 +29,7 @@ def values(option: Option) -> str:
     if option.choices is not None:
         return ", ".join(f"`{choice}`" for choice in option.choices)
     if option.bounds is None:
-        return KINDS[option.kind] if option.parse is None else "size"
+        return KINDS.get(option.kind, "object") if option.parse is None else "size"
     low, high = option.bounds
     kind, least = "integer" if option.kind is int else "number", "above" if option.low_open else "from"
     if high > BOUNDLESS:

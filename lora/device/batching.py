@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from ...kernels.lora.groups import GroupBuffer, RowGroups, is_grouped
 from ...kernels.lora.native import is_native
 from ..registry.versions import AdapterVersion
 from .layers import LoraBatch, LoraRun, LoraSegment, RowSelection, row_segments
+from .learnt import LearntWeights
 from .pool import Allocation, RowPool
 
 LONG_RUN = 64
@@ -27,6 +29,8 @@ Rows = Sequence[tuple[Allocation | None, int]]
 """(the adapter's device rows or None, number of tokens)."""
 PlanRows = Sequence[tuple[AdapterVersion | None, int]]
 """(request.adapter, number of tokens or logits rows); every adapter is that of an admitted request."""
+DraftRows = Sequence[tuple[AdapterVersion | LearntWeights | None, int]]
+"""The same of a drafter's pass; learnt draft weights take the place of the adapter's own."""
 
 
 def _runs(rows: Iterable[tuple[Allocation | None, int]]) -> list[LoraRun]:
@@ -191,13 +195,16 @@ class StepAdapters:
             self._head, rows, lambda version: find(version) if version.targets_head else None, always=always
         )
 
-    def prepare_draft(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
+    def prepare_draft(self, rows: DraftRows, *, always: bool = False) -> LoraBatch | None:
         """Return the batch of a drafter's pass over rows of tokens; None when no adapter has draft weights. An adapter
         that was unloaded and dropped at the commit of its last request counts as the base model."""
-        find = self._pool.ready_allocation
-        return self._build(
-            self._draft, rows, lambda version: find(version.digest) if version.has_draft else None, always=always
-        )
+
+        def find(version: AdapterVersion | LearntWeights) -> Allocation | None:
+            if isinstance(version, LearntWeights):
+                return version.allocation
+            return self._pool.ready_allocation(version.digest) if version.has_draft else None
+
+        return self._build(self._draft, rows, find, always=always)
 
     def _allocation(self, version: AdapterVersion) -> Allocation:
         assert version.digest is not None
@@ -206,8 +213,8 @@ class StepAdapters:
     def _build(
         self,
         batcher: LoraBatcher,
-        rows: PlanRows,
-        find: Callable[[AdapterVersion], Allocation | None],
+        rows: DraftRows,
+        find: Callable[[Any], Allocation | None],
         *,
         always: bool,
     ) -> LoraBatch | None:

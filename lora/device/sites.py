@@ -49,6 +49,10 @@ class AdapterHooks(NamedTuple):
     """Called when an adapter's rows are free again."""
     score: ScoreHead | None = None
     """Score matrix of a classifier."""
+    learnt_rank: int = 0
+    """Rank of draft weights that are learnt while serving."""
+    num_learners: int = 0
+    """Number of such weights that are on the device at once."""
 
 
 class AdapterSites:

@@ -44,6 +44,9 @@ class Engine(Protocol):
     def step(self) -> list[TokenDelta]:
         """Compute one step."""
 
+    def learn(self) -> float | None:
+        """Train drafts for a moment; seconds until it may be called again, None if there is nothing to train."""
+
     @property
     def adapters(self) -> LocalAdapters:
         """Loads, unloads and pins adapters."""

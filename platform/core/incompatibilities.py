@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 def _divided(holds: Callable[[EngineArgs], bool]) -> Callable[[EngineArgs], bool]:
     """The condition `holds`, if several ranks compute the model."""
     return lambda args: args.tensor_parallel_size > 1 and holds(args)
+
+
+def _learns(args: EngineArgs) -> bool:
+    """True if drafts learn from tenants' traffic."""
+    config = args.speculative_config
+    return isinstance(config, Mapping) and config.get("learn") is not None
 
 
 OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
@@ -46,6 +52,21 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         "async_scheduling",
         "async_scheduling is not supported with tensor_parallel_size above 1 yet",
     ),
+    (
+        lambda a: _learns(a) and not a.enable_lora,
+        "speculative_config",
+        "speculative_config: learn needs enable_lora: learnt draft weights are rank rows",
+    ),
+    (
+        _divided(_learns),
+        "speculative_config",
+        "speculative_config: learn is not supported with tensor_parallel_size above 1 yet",
+    ),
+    (
+        lambda a: _learns(a) and a.async_scheduling is True,
+        "async_scheduling",
+        "async_scheduling is not supported with learn in speculative_config yet: states are read when a request ends",
+    ),
 )
 """Checked in order; the first that holds is raised."""
 
@@ -54,5 +75,10 @@ WITH_DEVICE: tuple[tuple[Callable[[EngineArgs, Hardware], bool], str, str], ...]
         lambda a, hardware: a.kv_cache_dtype != "auto" and not hardware.has_float8,
         "kv_cache_dtype",
         "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or more; this one has less",
+    ),
+    (
+        lambda a, hardware: _learns(a) and hardware.device != "cpu",
+        "speculative_config",
+        "speculative_config: learn is for CPUs yet",
     ),
 )

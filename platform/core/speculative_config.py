@@ -10,6 +10,7 @@ from typing import Any
 from .compat.unsupported_options import check_unsupported_options
 from .compat.vllm_options import SPECULATIVE, plain_value
 from .errors import InvalidRequestError
+from .learn_config import LearnConfig, parse_learn
 from .option import declared_options, option
 from .text import did_you_mean
 
@@ -101,6 +102,9 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = option(
         None, "share of the drafts at each position that are accepted"
     )
+    learn: LearnConfig | None = option(
+        None, "object that names the tenants whose draft weights learn from their traffic", methods=("eagle3",)
+    )
     # Not options of a `speculative_config`:
     download_dir: str | None = None
     """The hub's cache, from the engine's options."""
@@ -170,7 +174,8 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     defaults: dict[str, Any] = {"num_speculative_tokens": drafts, "adaptive": not drafts_given}
     if "prompt_lookup_max" not in given:
         defaults["prompt_lookup_max"] = max(_LOOKUP_MAX, given.get("prompt_lookup_min", 1))
-    values = {**defaults, **given, "synthetic_acceptance_rates": rates}
+    learn = parse_learn(given.get("learn"))
+    values = {**defaults, **given, "synthetic_acceptance_rates": rates, "learn": learn}
     result = SpeculativeConfig(**values, drafts_given=drafts_given, download_dir=download_dir)
     _check_fit(result, given)
     if result.prompt_lookup_min > result.prompt_lookup_max:

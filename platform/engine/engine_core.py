@@ -36,7 +36,8 @@ from .setup import build
 from .speculation_totals import SpeculationTotals
 
 _FREED = tuple(
-    "scheduler adapters _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables".split()
+    "scheduler adapters _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables"
+    " learner".split()
 )
 """Attributes that hold the engine's memory, which `shutdown` drops."""
 
@@ -56,6 +57,8 @@ class EngineCore:
         self._grammars = parts.grammars
         self._kv = parts.kv
         self._host = parts.host
+        self.learner = parts.learner
+        """Trains draft weights of tenants that opted in; None: nobody did."""
         self._num_added = 0
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
@@ -89,7 +92,21 @@ class EngineCore:
             raise
         if self._executor.is_broken:  # maybe since the middle of a pass, whose results are unknown then
             raise self._executor.error()
+        self.learn()
         return deltas
+
+    def learn(self) -> float | None:
+        """Train drafts for at most one slice, if few requests run and none waits. To be called again and again while
+        there is no work.
+
+        Returns:
+            Seconds until the next slice may start; None: there is nothing to train now.
+        """
+        if self.learner is None or self.scheduler.num_waiting:
+            return None
+        if self.scheduler.num_running > self.learner.max_running:
+            return None
+        return self.learner.work()
 
     def has_work(self) -> bool:
         """True if `step` would do work or raise."""
@@ -268,6 +285,9 @@ class EngineCore:
         """Number of leading tokens whose KV all tenants share. None with a salt."""
         if request.cache_salt or not self._config.cache.enable_prefix_caching:
             return 0
+        learn = None if self._config.speculative is None else self._config.speculative.learn
+        if learn is not None and request.tenant in learn.tenants:
+            return 0  # the blocks hold the drafter's KV too, which its learnt weights have changed
         return request.num_shared_tokens
 
 

@@ -29,6 +29,7 @@ from ...models.states.memory import LayerStates, allocate_states
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
 from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token
+from ...spec_decode.learning.learner import Learner
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
@@ -39,6 +40,7 @@ from .executor.base import Executor, LocalExecutor
 from .executor.captured import AgreedGraphs, TargetPasses
 from .features import NoAdapters, PrefixNamespaces, Vocabularies
 from .hardware import find_hardware
+from .learning import make_learner
 from .load_memory import ADAPTERS, DRAFTER, KV_CACHE, SWAP_SPACE, WARM_UP, WEIGHTS, memory_for
 from .memory.host_store import HostStore
 from .queue.scheduler import Scheduler
@@ -74,6 +76,8 @@ class EngineParts(NamedTuple):
     """All layers of the KV cache, the drafter's too."""
     host: HostStore | None
     """Memory of `swap_space`, if there is any."""
+    learner: Learner | None
+    """Trains draft weights of tenants that opted in; None: nobody did."""
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -158,7 +162,8 @@ def _build(
         if has_long_steps(config, model):
             adapters.start_reader()
     info = describe(args, config, model, time.perf_counter() - started, parallel.weight_bytes if parallel else 0)
-    return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host)
+    learner = make_learner(config, model, drafter, adapters)
+    return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host, learner)
 
 
 @memory_for(KV_CACHE)
@@ -360,6 +365,8 @@ def _make_adapters(
         and reader_client.pays(torch.get_num_threads(), long_steps=has_long_steps(config, model)),
         num_readers=_num_readers(config.device),
     )
+    if config.speculative is not None and (learn := config.speculative.learn) is not None:
+        hooks = hooks._replace(learnt_rank=learn.rank, num_learners=learn.max_learners)
     if parallel is not None:
         hooks = hooks._replace(on_write=parallel.write_adapter, on_free=parallel.free_adapter)
     return AdapterManager(model.linears(), config.lora, config.dtype, config.device, hooks)

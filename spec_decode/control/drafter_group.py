@@ -10,6 +10,7 @@ from ..drafters.base import Drafter, DrafterNeeds, DraftRow, Proposal, TargetOut
 
 if TYPE_CHECKING:
     from ...models.batch import AdapterPreparer, LayerKV
+    from ..learning.learner import Learner
 
 
 class DrafterGroup(Drafter):
@@ -58,6 +59,10 @@ class DrafterGroup(Drafter):
         """See `Drafter`."""
         for drafter in self._drafters if target.on_device is None else self._drafters[:1]:
             drafter.watch(rows, target)
+
+    def learn(self, learner: Learner) -> None:
+        """See `Drafter`."""
+        self._first.learn(learner)
 
     def flush(self) -> None:
         """See `Drafter`."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...kernels.device_outcome import DeviceOutcome, DeviceTokens
 from ...kernels.staging import to_device
 from ...models.batch import AdapterPreparer, ForwardBatch, LayerKV, SequenceRows
-from ...platform.core.request import NO_DRAFTS, Status
+from ...platform.core.request import NO_DRAFTS, Request, Status
 from ...platform.core.speculative_config import SpeculativeConfig
 from ..verify.draft_sampling import (
     Drafting,
@@ -154,6 +154,10 @@ class TokenDrafter(Drafter):
         """Compute a `PassOutput` of all rows, in a graph."""
         raise NotImplementedError
 
+    def _adapter(self, request: Request) -> Any:
+        """Handle of a request's draft weights, for `AdapterPreparer`."""
+        return request.adapter
+
     def _keep(self, rows: Sequence[DraftRow], target: TargetOutput) -> Any:
         """Keep the part of the target's output that it needs."""
         return None
@@ -272,7 +276,7 @@ class TokenDrafter(Drafter):
         return True
 
     def _handles(self, sequences: Sequence[Drafting], rows: SequenceRows) -> list[tuple[Any, int]]:
-        return [(s.row.request.adapter, count) for s, count in zip(sequences, rows.query_lens, strict=True)]
+        return [(self._adapter(s.row.request), count) for s, count in zip(sequences, rows.query_lens, strict=True)]
 
     def _draft(self, drafting: list[Drafting], output: PassOutput) -> None:
         """Make all drafts after the first pass, one pass a draft."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ...kernels.device_outcome import DeviceOutcome
     from ...models.batch import AdapterPreparer, KVLayerSpec, LayerKV
     from ...models.layers.linear import Linear
+    from ..learning.learner import Learner
 
 
 def no_adapters(rows: Sequence[tuple[Any, int]], *, always: bool = False) -> None:
@@ -150,6 +151,10 @@ class Drafter:
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Observe a step after which nothing is drafted, to keep states that would be lost otherwise; cheap. By default
         nothing is kept."""
+
+    def learn(self, learner: Learner) -> None:
+        """Use draft weights that `learner` trains, and record traffic for it; only for methods that may `learn`."""
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Write deferred states of `watch` to its layers; called before KV blocks are copied. By default there are

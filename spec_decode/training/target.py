@@ -146,6 +146,10 @@ class Target:
         """[V, H], without any adapter."""
         return _plain_weight(self._causal.get_input_embeddings())
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids to [..., H], without any adapter."""
+        return nn.functional.embedding(ids, self.embeddings)
+
     @property
     def lm_head(self) -> Tensor:
         """[V, H], without any adapter."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import select
 import shutil
@@ -80,8 +81,7 @@ class EngineLoop:
         """
         poll_ms = 0
         while True:
-            idle_ms = _READING_POLL_MS if self._loads else _IDLE_POLL_MS
-            for message in self._link.receive(poll_ms if self._engine.has_work() else idle_ms):
+            for message in self._link.receive(poll_ms if self._engine.has_work() else self._idle_ms()):
                 self._handle(message)
             if self._stopping:
                 return
@@ -92,6 +92,13 @@ class EngineLoop:
             if deltas:
                 self._link.send(Deltas(deltas))
             poll_ms = 0 if deltas else _EMPTY_STEP_POLL_MS
+
+    def _idle_ms(self) -> int:
+        """Longest wait for a message while there is no work."""
+        if self._loads:
+            return _READING_POLL_MS
+        due = self._engine.learn()
+        return _IDLE_POLL_MS if due is None else min(_IDLE_POLL_MS, math.ceil(1000 * due))
 
     def _handle(self, message: Message | Undecodable) -> None:
         if isinstance(message, Add):

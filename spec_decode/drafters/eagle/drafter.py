@@ -33,9 +33,10 @@ from ....models.batch import (
     build_batch,
 )
 from ....models.pass_graphs import PassOptions
+from ....platform.core.request import Request
 from ...verify.draft_sampling import DraftVocabulary, PassOutput, most_likely_ids
 from ..autoregressive import TokenDrafter, TokenDrafterOptions
-from ..base import DrafterNeeds, DraftRow, TargetOutput
+from ..base import DrafterNeeds, DraftRow, Proposal, TargetOutput
 from .head import LastRows
 from .hidden_store import HiddenStore
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ....models.config import DecoderConfig
     from ....models.layers.linear import Linear
     from ....models.pass_graphs import PassInputs
+    from ...learning.learner import Learner
 
 
 class HeadConfig(Protocol):
@@ -108,6 +110,7 @@ class EagleDrafter(TokenDrafter):
         self._head = head
         layer = head.config.layer
         self.pass_options = PassOptions(first_key=1, state_size=layer.hidden_size, state_dtype=layer.dtype)
+        self._learner: Learner | None = None
         self._store = HiddenStore(layer.hidden_size, head.fuse, head.device, adapts=bool(head.config.aux_layers))
 
     @property
@@ -131,6 +134,29 @@ class EagleDrafter(TokenDrafter):
         """Keep the step's hidden states."""
         step = target.on_device
         self._store.defer(rows, self._states(target), None if step is None else step.overshoot)
+        if self._learner is not None:
+            self._learner.observe(rows, self._store)
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
+        """See `TokenDrafter`."""
+        proposals = super().propose(rows, target)
+        if self._learner is not None:
+            self._learner.observe(rows, self._store)
+            self._learner.drafted(rows, proposals)
+        return proposals
+
+    def learn(self, learner: Learner) -> None:
+        """Draft with the weights of a learner, and record traffic for it."""
+        self._learner = learner
+
+    def forget_adapter(self, digest: bytes) -> None:
+        """Drop what was learnt from the adapter's requests."""
+        if self._learner is not None:
+            self._learner.forget(digest)
+
+    def _adapter(self, request: Request) -> Any:
+        return super()._adapter(request) if self._learner is None else self._learner.weights(request)
 
     @torch.inference_mode()
     def flush(self) -> None:

@@ -61,7 +61,7 @@ class EagleHead(TrainedDrafter):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids to [..., H]."""
-        return F.embedding(ids, self._target.embeddings)
+        return self._target.embed(ids)
 
     def steps(self, features: Features, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """States [M, H] at the roots of each of `count` steps, and the labels [M] that they guess at.

@@ -183,6 +183,9 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.sequences)
 
+    def learn(self) -> None:
+        """It has no drafter."""
+
     def step(self) -> list[TokenDelta]:
         self.num_steps += 1
         time.sleep(self.delay)

@@ -1,0 +1,175 @@
+"""Draft weights that are learnt from the traffic of a tenant: acceptance recovers, and nobody else's drafts change."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider import SamplingParams
+from outrider.platform.core.errors import InvalidRequestError
+from outrider.spec_decode.learning.head_trainer import HeadTrainer
+from outrider.spec_decode.learning.learner import JUDGED_STEPS
+
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}
+PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+TASK = [[7, 9, 11, first, second] for first in range(20, 24) for second in (30, 31, 32)]
+"""Prompts of a narrow task."""
+NEXT_TASK = [[120, first, second, 140] for first in range(90, 94) for second in (60, 61, 62)]
+"""Prompts of the task that it drifts to."""
+NUM_REQUESTS = 48
+"""Requests after which at least five times as many drafts are accepted as at first."""
+
+
+def speculative(models, **learn):
+    """A `speculative_config` in which the tenant "ours" learns, in `train` alone."""
+    learn = {"tenants": ["ours"], "share": 1.0, "learning_rate": 0.003, "max_running": 0, **learn}
+    return {**models.speculative("eagle3", 3), "learn": learn}
+
+
+def train(engine):
+    """Let the engine train until there is nothing left."""
+    for _ in range(5000):
+        if engine.learn() is None:
+            return
+    raise AssertionError("training did not end")
+
+
+def acceptance(outcomes):
+    """Accepted drafts a verification."""
+    counts = [outcome.speculation for outcome in outcomes]
+    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
+
+
+def texts(outcomes):
+    return [outcome.token_ids for outcome in outcomes]
+
+
+@pytest.fixture
+def jobs_of(models):
+    """jobs_of(tenant, adapter) -> the task's requests of a tenant. The head has never seen adapter `c`'s text."""
+
+    def jobs_of(tenant, adapter="c", task=TASK, **fields):
+        return [(prompt, PARAMS, models.lora(adapter), {"tenant": tenant, **fields}) for prompt in task]
+
+    return jobs_of
+
+
+class Drafts:
+    """Records the drafts of an engine by tenant."""
+
+    def __init__(self, engine):
+        self.by_tenant = {}
+        drafter = engine._runner._drafter
+        propose = drafter.propose
+
+        def recording(rows, target):
+            proposals = propose(rows, target)
+            for row, proposal in zip(rows, proposals, strict=True):
+                if proposal.drafts.token_ids:
+                    made = self.by_tenant.setdefault(row.request.tenant, [])
+                    made.append((list(row.tokens), list(proposal.drafts.token_ids)))
+            return proposals
+
+        drafter.propose = recording
+
+    def pop(self, tenant):
+        """Tokens and the drafts that follow them, since the last call, in an order that does not depend on steps."""
+        return sorted(self.by_tenant.pop(tenant))
+
+
+def test_acceptance_recovers_and_other_tenants_drafts_stay(models, make_engine, run, plain_tokens, jobs_of):
+    engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
+    drafts, ours, theirs = Drafts(engine), jobs_of("ours"), jobs_of("theirs")
+    drifted, untrained = jobs_of("ours", task=NEXT_TASK), acceptance(run(engine, theirs))
+    their_drafts = drafts.pop("theirs")
+
+    def serve(jobs):
+        """Acceptance of the first round of some jobs, and after `NUM_REQUESTS` of them."""
+        first = acceptance(run(engine, jobs))
+        train(engine)
+        for _ in range(NUM_REQUESTS // len(jobs) - 1):
+            run(engine, jobs)
+            train(engine)
+        outcomes = run(engine, jobs)
+        assert texts(outcomes) == plain_tokens(jobs)
+        return first, acceptance(outcomes)
+
+    first, learnt = serve(ours)
+    assert first == pytest.approx(untrained)
+    assert learnt > 5 * first
+    fallen, recovered = serve(drifted)
+    print(f"acceptance length - 1: {first:.3f} to {learnt:.3f}, then {fallen:.3f} to {recovered:.3f}")
+    assert fallen < learnt / 2
+    assert recovered > 5 * fallen
+
+    assert texts(run(engine, theirs)) == plain_tokens(theirs)
+    assert drafts.pop("theirs") == their_drafts
+    salted = run(engine, jobs_of("ours", cache_salt="pepper"))
+    assert acceptance(salted) == pytest.approx(untrained), "another salt used the weights"
+    assert [state.tenant for state in engine.learner.states()] == ["ours", "ours"]
+    assert engine.learner.states()[-1].num_versions == 0
+
+
+def test_begins_with_the_adapters_own_draft_weights(models, make_engine, run, plain_tokens, jobs_of, monkeypatch):
+    """A version that was not trained computes what they do, and both kinds run in one batch."""
+    monkeypatch.setattr(HeadTrainer, "step", lambda *args: None)
+    engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
+    drafts, ours = Drafts(engine), jobs_of("ours", "a")
+    run(engine, ours)
+    before = drafts.pop("ours")
+    train(engine)
+    assert engine.learner.states()[0].num_versions == 1
+    mixed = [*ours, *jobs_of("theirs", "a"), *jobs_of("theirs", "b")]
+    assert texts(run(engine, mixed)) == plain_tokens(mixed)
+    assert drafts.pop("ours") == before
+
+
+def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, jobs_of, monkeypatch):
+    engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
+    ours = jobs_of("ours", None)
+    run(engine, ours)
+    train(engine)
+    good = run(engine, ours)
+    kept = engine.learner.states()[0]
+    assert kept.num_versions == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadTrainer, "step", lambda _, lora, sample: [b.data.normal_() for _, b in lora.pairs.values()])
+        train(engine)
+    assert engine.learner.states()[0].digest != kept.digest
+    assert texts(run(engine, ours)) == plain_tokens(ours), "text depends on the weights"
+    state = engine.learner.states()[0]
+    assert (state.num_versions, state.num_dropped, state.digest) == (2, 1, kept.digest)
+    assert acceptance(run(engine, ours)) == pytest.approx(acceptance(good), rel=0.2)
+    assert sum(outcome.speculation.num_drafts for outcome in good) > JUDGED_STEPS
+
+
+def test_forgotten_with_the_adapter(models, make_engine, run, jobs_of):
+    engine = make_engine(**LORA, speculative_config=speculative(models, max_learners=2))
+    run(engine, jobs_of("ours", "c"))
+    run(engine, jobs_of("ours", None))
+    assert [state.adapter != "" for state in engine.learner.states()] == [True, False]
+    engine.adapters.unload("c")
+    assert [state.adapter for state in engine.learner.states()] == [""]
+
+
+def test_learners_and_bytes_are_bounded(models, make_engine, run, jobs_of):
+    engine = make_engine(
+        **LORA, speculative_config=speculative(models, tenants=["ours", "mine"], max_learners=1, buffer_bytes=40_000)
+    )
+    run(engine, jobs_of("ours"))
+    assert 0 < engine.learner.states()[0].num_bytes <= 40_000
+    train(engine)
+    run(engine, jobs_of("mine"))
+    assert [(state.tenant, state.num_versions) for state in engine.learner.states()] == [("mine", 0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_lora": False}, "enable_lora"),
+        ({"async_scheduling": True}, "async_scheduling"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+    ],
+)
+def test_refused_by_name(models, make_engine, options, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        make_engine(**{**LORA, **options}, speculative_config=speculative(models))
