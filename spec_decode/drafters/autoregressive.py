@@ -198,7 +198,7 @@ class TokenDrafter(Drafter):
             drafting, of_them = [sequences[i] for i in asking], step.outcome.of(asking)
             known = _sampled_rows(drafting, of_them, self.first_position)
             states = self._sampled_states(known, kept)
-            self._compute_and_draft(drafting, known, states, [*range(len(drafting))], of_them.total)
+            self._compute_and_draft(drafting, known, states, [*range(len(drafting))], of_them)
             join_drafts(drafting)
         return [Proposal(s.drafts, len(s.row.tokens) if s.num_wanted else 0) for s in sequences]
 
@@ -250,14 +250,15 @@ class TokenDrafter(Drafter):
         rows: SequenceRows,
         states: Tensor | None,
         drafting: list[int],
-        overshoot: Tensor | None = None,
+        outcome: DeviceOutcome | None = None,
     ) -> None:
         """Compute the `rows` of B sequences, and make all drafts of those in `drafting`.
 
         Args:
-            overshoot: [B], see `PassOutput.overshoot`.
+            outcome: that of the B sequences, if it is on the device alone.
         """
         if not self._loop(sequences, rows, states):
+            overshoot = None if outcome is None else outcome.total
             output = self._forward(sequences, rows, states)._replace(overshoot=overshoot)
             self._draft(*_select(sequences, output, drafting))
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....kernels.device_outcome import DeviceTokens
+from ....kernels.device_outcome import DeviceOutcome, DeviceTokens
 from ....kernels.staging import to_device, upload
 from ....models.batch import AdapterPreparer, ForwardBatch, LayerKV, SequenceRows, build_batch
 from ....models.pass_graphs import PassOptions
@@ -58,9 +58,10 @@ class ParallelEagleDrafter(EagleDrafter):
         rows: SequenceRows,
         states: Tensor | None,
         drafting: list[int],
-        overshoot: Tensor | None = None,
+        outcome: DeviceOutcome | None = None,
     ) -> None:
         """See `TokenDrafter`."""
+        overshoot = None if outcome is None else outcome.total
         assert states is not None
         order = sorted(drafting, key=lambda i: -sequences[i].num_wanted)
         masks = np.zeros(len(sequences), dtype=np.int64)
