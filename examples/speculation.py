@@ -23,7 +23,7 @@ def main() -> None:
         metrics = output.metrics
         texts[name] = output.outputs[0].text
         length = metrics.acceptance_length
-        print(f"{name:12} {metrics.num_drafts:3} verifications, ", end="")
+        print(f"{name:12} {metrics.num_verifications:3} verifications, ", end="")
         print(f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted, ", end="")
         print("no drafts" if length is None else f"{length:.2f} tokens a verification")
     assert len(set(texts.values())) == 1, "speculation never changes greedy text in float32"

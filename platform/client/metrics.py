@@ -162,7 +162,7 @@ def _of_speculation(labels: dict[str, str], stats: EngineStats) -> Iterator[Metr
     for adapter, counts in by_adapter.items():
         own = labels | {"adapter": adapter}
         prefix = f"{VLLM_PREFIX}spec_decode_num_"
-        yield Counter(prefix + "drafts", dict(own), counts.num_drafts)
+        yield Counter(prefix + "drafts", dict(own), counts.num_verifications)
         yield Counter(prefix + "draft_tokens", dict(own), counts.num_draft_tokens)
         yield Counter(prefix + "accepted_tokens", dict(own), counts.num_accepted_tokens)
         yield Vector(prefix + "accepted_tokens_per_pos", dict(own), list(counts.accepted_per_pos))

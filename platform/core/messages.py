@@ -97,15 +97,15 @@ _LISTS = ("accepted_per_pos", "steps_by_k", "drafts_by_drafter", "accepted_by_dr
 class SpeculationCounts:
     """Cumulative counts for one request, or for several: verification steps, draft tokens verified and accepted."""
 
-    num_drafts: int = 0
-    """Steps that verified at least one draft token."""
+    num_verifications: int = 0
+    """Steps that verified at least one draft token; `num_drafts` in vLLM's metrics."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     steps_by_k: list[int] = field(default_factory=list)
     """Number of sampling steps that verified 0, 1, 2, ... drafts; empty if nothing is ever drafted."""
     drafts_by_drafter: list[int] = field(default_factory=list)
-    """`num_drafts` of each drafter of the engine, in the order of `EngineStats.drafters`."""
+    """`num_verifications` of each drafter of the engine, in the order of `EngineStats.drafters`."""
     accepted_by_drafter: list[int] = field(default_factory=list)
     """`num_accepted_tokens` of each."""
     recent_drafts: float = field(default=0.0, compare=False)
@@ -121,7 +121,7 @@ class SpeculationCounts:
         self.steps_by_k[drafted] += 1
         if drafted == 0:
             return
-        self.num_drafts += 1
+        self.num_verifications += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         _lengthen(self.accepted_per_pos, drafted)
@@ -135,7 +135,7 @@ class SpeculationCounts:
 
     def add(self, other: SpeculationCounts) -> None:
         """Add the counts of another."""
-        self.num_drafts += other.num_drafts
+        self.num_verifications += other.num_verifications
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         for name in _LISTS:
@@ -154,7 +154,7 @@ class SpeculationCounts:
     def since(self, earlier: SpeculationCounts) -> SpeculationCounts:
         """Counts since an earlier snapshot of the same run."""
         found = SpeculationCounts(
-            self.num_drafts - earlier.num_drafts,
+            self.num_verifications - earlier.num_verifications,
             self.num_draft_tokens - earlier.num_draft_tokens,
             self.num_accepted_tokens - earlier.num_accepted_tokens,
             recent_drafts=self.recent_drafts,
@@ -172,12 +172,14 @@ class SpeculationCounts:
     @property
     def acceptance_length(self) -> float | None:
         """Mean number of tokens per verification step, the sampled one included; None without any."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else None
+        return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else None
 
     @property
     def acceptance_per_position(self) -> list[float]:
         """Share of the verifications that accepted the first draft, the second one, ...; [] without any."""
-        return [accepted / self.num_drafts for accepted in self.accepted_per_pos] if self.num_drafts else []
+        return (
+            [accepted / self.num_verifications for accepted in self.accepted_per_pos] if self.num_verifications else []
+        )
 
 
 def _lengthen(numbers: list[int], length: int) -> None:

@@ -90,7 +90,7 @@ def test_deltas_abort_errors_and_restart() -> None:
                 whole.outputs[0].token_ids, skip_special_tokens=True
             )
             assert whole.metrics is not None
-            assert whole.metrics.num_drafts > 0
+            assert whole.metrics.num_verifications > 0
             stop = whole.outputs[0].text[4:8]
             [*_, stopped] = await collect(client.generate(PROMPTS[0], params.clone(stop=[stop])))
             assert stopped.outputs[0].text == whole.outputs[0].text[: whole.outputs[0].text.find(stop)]

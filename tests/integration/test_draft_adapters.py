@@ -66,7 +66,7 @@ def change(folder: Path, edit) -> None:
 def rounds(outcomes):
     """(accepted drafts a verification, verifications) of some requests."""
     counts = [outcome.speculation for outcome in outcomes if outcome.speculation is not None]
-    verifications = sum(c.num_drafts for c in counts)
+    verifications = sum(c.num_verifications for c in counts)
     return sum(c.num_accepted_tokens for c in counts) / verifications, verifications
 
 

@@ -36,7 +36,7 @@ def train(engine):
 def acceptance(outcomes):
     """Accepted drafts a verification."""
     counts = [outcome.speculation for outcome in outcomes]
-    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_drafts for c in counts)
+    return sum(c.num_accepted_tokens for c in counts) / sum(c.num_verifications for c in counts)
 
 
 def texts(outcomes):
@@ -139,7 +139,7 @@ def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, jobs_
     state = engine.learner.states()[0]
     assert (state.num_versions, state.num_dropped, state.digest) == (2, 1, kept.digest)
     assert acceptance(run(engine, ours)) == pytest.approx(acceptance(good), rel=0.2)
-    assert sum(outcome.speculation.num_drafts for outcome in good) > JUDGED_STEPS
+    assert sum(outcome.speculation.num_verifications for outcome in good) > JUDGED_STEPS
 
 
 def test_forgotten_with_the_adapter(models, make_engine, run, jobs_of):

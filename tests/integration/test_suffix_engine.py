@@ -27,7 +27,7 @@ def test_counts_of_a_request_describe_its_steps(make_engine, run, prompts):
     for outcome in run(engine, jobs):
         counts, k = outcome.speculation, len(outcome.speculation.steps_by_k) - 1
         assert sum(counts.steps_by_k) == len(outcome.deltas)
-        assert sum(counts.steps_by_k[1:]) == counts.num_drafts
+        assert sum(counts.steps_by_k[1:]) == counts.num_verifications
         assert sum(i * steps for i, steps in enumerate(counts.steps_by_k)) == counts.num_draft_tokens
         assert sum(counts.accepted_per_pos) == counts.num_accepted_tokens == sum(outcome.accepted)
         assert [len(d) - 1 for d in outcome.deltas] == outcome.accepted  # no stop has cut a step

@@ -98,7 +98,7 @@ def measure(
 
     def totals() -> tuple[int, int]:
         counts = [entry.counts for entry in llm.stats().speculation]
-        return sum(c.num_drafts for c in counts), sum(c.num_accepted_tokens for c in counts)
+        return sum(c.num_verifications for c in counts), sum(c.num_accepted_tokens for c in counts)
 
     before = totals()
     params = SamplingParams(temperature=0, max_tokens=max_tokens)

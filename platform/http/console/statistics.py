@@ -228,7 +228,7 @@ def _acceptance(counts: SpeculationCounts) -> Acceptance | None:
     if rate is None or length is None:
         return None
     return Acceptance(
-        drafts=counts.num_drafts,
+        drafts=counts.num_verifications,
         draft_tokens=counts.num_draft_tokens,
         accepted_tokens=counts.num_accepted_tokens,
         rate=rate,

@@ -168,7 +168,7 @@ def _scheduler_families(stats: EngineStats, counters: EngineCounters) -> Iterato
 
 def _speculation_families(counts: Mapping[Labels, SpeculationCounts], drafters: Sequence[str]) -> Iterator[Metric]:
     labels: Labels = ("adapter", "tenant")
-    drafts = {key: c.num_drafts for key, c in counts.items()}
+    drafts = {key: c.num_verifications for key, c in counts.items()}
     drafted = {key: c.num_draft_tokens for key, c in counts.items()}
     accepted = {key: c.num_accepted_tokens for key, c in counts.items()}
     per_pos = {(*key, str(i)): n for key, c in counts.items() for i, n in enumerate(c.accepted_per_pos)}

@@ -161,7 +161,7 @@ def metrics_of(job: Job) -> dict[str, Any]:
     counts = sum_speculation(job.generations)
     return {
         "speculative_decoding": {
-            "num_drafts": counts.num_drafts,
+            "num_drafts": counts.num_verifications,
             "num_draft_tokens": counts.num_draft_tokens,
             "num_accepted_tokens": counts.num_accepted_tokens,
             "acceptance_rate": counts.acceptance_rate,

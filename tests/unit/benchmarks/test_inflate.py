@@ -152,7 +152,7 @@ def greedy(engine, prompts, lora=None):
             tokens, counts = found.setdefault(delta.request_id, ([], None))
             assert delta.error is None
             found[delta.request_id] = (tokens + delta.token_ids, delta.speculation or counts)
-    return {key: (tokens, counts.num_drafts, counts.accepted_per_pos) for key, (tokens, counts) in found.items()}
+    return {key: (tokens, counts.num_verifications, counts.accepted_per_pos) for key, (tokens, counts) in found.items()}
 
 
 @pytest.mark.slow

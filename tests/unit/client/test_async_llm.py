@@ -47,7 +47,7 @@ def test_streams(model_path: str, runner: Callable[[Any], Any]) -> None:
         assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
         metrics = parts[-1].metrics
         assert metrics is not None
-        assert metrics.num_drafts == 4
+        assert metrics.num_verifications == 4
         assert metrics.first_token_time is not None
         assert metrics.finished_time is not None
         assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time

@@ -252,7 +252,7 @@ def test_progress_bar_counts_requests_and_speed(llm: LLM, capsys: pytest.Capture
 def test_metrics_and_stats(llm: LLM) -> None:
     [output] = llm.generate([[5]], SHORT, use_tqdm=False)
     assert output.metrics is not None
-    assert output.metrics.num_drafts == 2
+    assert output.metrics.num_verifications == 2
     assert llm.stats().num_steps == 2
     assert llm.engine_info.architecture == "Fake"
 

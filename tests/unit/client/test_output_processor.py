@@ -228,7 +228,7 @@ def test_metrics(processor: OutputProcessor, tokenizer: Any) -> None:
     assert metrics.finished_time is not None
     assert first is not None
     assert metrics.arrival_time <= first <= metrics.finished_time
-    assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 7, 5)
+    assert (metrics.num_verifications, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 7, 5)
     assert metrics.accepted_per_pos == [3, 2, 0]
     assert metrics.steps_by_k == [5, 0, 2, 1]
     assert metrics.acceptance_rate == 5 / 7

@@ -34,7 +34,7 @@ def test_steps_are_counted_by_the_drafter_of_their_drafts():
         row = RowPlan(request, len(request.tokens) - 1, 1 + len(drafts), len(drafts), samples=True, max_new_drafts=3)
         accept(row, RowResult(got, accepted), max_model_len=100)
     assert (totals.steps_by_k, totals.drafts_by_drafter, totals.accepted_by_drafter) == ([1, 1, 2], [1, 2], [1, 2])
-    assert sum(totals.drafts_by_drafter) == totals.num_drafts
+    assert sum(totals.drafts_by_drafter) == totals.num_verifications
     assert sum(totals.accepted_by_drafter) == totals.num_accepted_tokens
     more = SpeculationCounts()
     for _ in range(2):
@@ -162,6 +162,6 @@ def test_totals_of_mixes_are_bounded():
     for index in range(3 * MAX_MIXES):
         totals.of(f"a+{index}", "").count(1, 1)
     totals.of("a", "").count(1, 1)
-    found = {entry.adapter: entry.counts.num_drafts for entry in totals.entries()}
+    found = {entry.adapter: entry.counts.num_verifications for entry in totals.entries()}
     assert len(found) == MAX_MIXES + 2
     assert (found[OTHER], found["a"]) == (2 * MAX_MIXES, 1)

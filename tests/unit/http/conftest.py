@@ -185,7 +185,7 @@ class FakeAsyncLLM:
                 await asyncio.sleep(0)
                 last = i == len(text) - 1
                 if last:
-                    metrics.num_drafts, metrics.num_draft_tokens = 2, 6
+                    metrics.num_verifications, metrics.num_draft_tokens = 2, 6
                     metrics.num_accepted_tokens, metrics.accepted_per_pos = 3, [2, 1, 0]
                     metrics.steps_by_k = [1, 0, 0, 2]
                 outputs = [

@@ -135,7 +135,8 @@ def run(engine, jobs) -> Outcome:
                 counts[delta.request_id] = delta.speculation
     assert not engine.has_work()
     sums = (
-        sum(getattr(c, f) for c in counts.values()) for f in ("num_draft_tokens", "num_accepted_tokens", "num_drafts")
+        sum(getattr(c, f) for c in counts.values())
+        for f in ("num_draft_tokens", "num_accepted_tokens", "num_verifications")
     )
     return Outcome(list(texts.values()), *sums)
 

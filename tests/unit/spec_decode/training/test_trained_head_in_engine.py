@@ -18,7 +18,7 @@ def run_engine(target, prompts, speculative_config=None, lora=None):
         params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora, use_tqdm=False)
         counts = [entry.counts for entry in llm.stats().speculation]
-    rounds = sum(c.num_drafts for c in counts)
+    rounds = sum(c.num_verifications for c in counts)
     accepted = sum(c.num_accepted_tokens for c in counts)
     return [list(o.outputs[0].token_ids) for o in outputs], accepted / max(1, rounds)
 
