@@ -40,6 +40,24 @@ PARAM = "speculative_config"
 _TABLES = ("d2t",)
 
 
+def check_shared(drafter: str, hidden_size: int, target: int, *, own_embedding: bool, own_head: bool) -> None:
+    """Refuse a drafter that shares the target's embedding or output head and has another hidden size.
+
+    Args:
+        drafter: its kind, for the message.
+        hidden_size, target: hidden sizes of the drafter and of the target.
+
+    Raises:
+        InvalidRequestError: with both sizes.
+    """
+    if hidden_size != target and not (own_embedding and own_head):
+        missing = "lm_head" if own_embedding else "embed_tokens"
+        raise refuse(
+            f"the {drafter} has no {missing}.weight, and its hidden size {hidden_size} is not the target's {target}: "
+            "it cannot share the target's"
+        )
+
+
 def refuse(message: str) -> InvalidRequestError:
     """The error for an unusable draft."""
     return InvalidRequestError(f"{PARAM}: {message}", param=PARAM)

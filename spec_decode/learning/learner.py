@@ -91,7 +91,7 @@ class _Owner:
     baseline: float | None = None
     """Acceptance under `fallback`; None: `version` is kept."""
     measured: Acceptance = field(default_factory=Acceptance)
-    """Of drafts made with `version`."""
+    """Acceptance of drafts that were made with `version`."""
     new_labels: int = 0
     """Labels recorded since the last round began."""
     labels_left: int = 0

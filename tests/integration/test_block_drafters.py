@@ -13,37 +13,16 @@ from outrider import LoRARequest, SamplingParams
 from outrider.platform.core.messages import EngineRequest
 
 from ..block_heads import BlockHead
+from ..reference_target import ReferenceTarget
 from .conftest import VOCAB
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=3, top_k=20, max_tokens=14, ignore_eos=True)
 
 
-class Target:
-    """The tiny target of these tests, in transformers."""
-
-    vocab_size, num_layers, hidden_size = VOCAB, 3, 48
-
-    def __init__(self, model) -> None:
-        self.model = model
-
-    @torch.inference_mode()
-    def states(self, tokens: list[int]) -> list[torch.Tensor]:
-        output = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
-        return [state[0] for state in output.hidden_states]
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        return self.model.model.embed_tokens.weight.detach()
-
-    @property
-    def head(self) -> torch.Tensor:
-        return self.model.lm_head.weight.detach()
-
-
 @pytest.fixture(scope="module")
 def target(models):
-    return Target(models.reference())
+    return ReferenceTarget(models.reference())
 
 
 @pytest.fixture
@@ -135,7 +114,7 @@ def bigrams(head: BlockHead, model) -> None:
 @pytest.mark.parametrize("k", [2, 5])
 def test_a_head_that_knows_the_next_token_is_always_right(models, target, make_engine, prompts, tmp_path, k):
     model = copy.deepcopy(target.model)
-    head = BlockHead(Target(model), "dspark", aux=(0, 1), block_size=5, own_head=True)
+    head = BlockHead(ReferenceTarget(model), "dspark", aux=(0, 1), block_size=5, own_head=True)
     head.rank = 48
     bigrams(head, model)
     model.save_pretrained(tmp_path / "target")
@@ -185,7 +164,7 @@ def test_adapters_bring_draft_weights(models, make_head, make_engine, plain_toke
             save_file(lora, nested / "adapter_model.safetensors")
             settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 1.5 * rank}
             (nested / "adapter_config.json").write_text(json.dumps(settings))
-        merged[name].target = Target(tuned)
+        merged[name].target = ReferenceTarget(tuned)
         requests[name] = LoRARequest(name, path=str(folder))
     engine = make_engine(speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8)
     names = [None, "a", "b", "c", "a", "b"]

@@ -16,7 +16,7 @@ from outrider import LoRARequest, SamplingParams
 from outrider.platform.core.messages import EngineRequest
 
 from ..eagle_heads import Head
-from .conftest import VOCAB
+from ..reference_target import ReferenceTarget
 from .test_speculation import check_frequencies, exact_third_token
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -25,31 +25,9 @@ PENALTIES = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=14,
 HEADS = {"three layers": {"layers": 3}, "parallel": {"layers": 2, "mask_token": 5, "speculators": True}}
 
 
-class Target:
-    """The tiny target of these tests, in transformers."""
-
-    vocab_size, num_layers, hidden_size = VOCAB, 3, 48
-
-    def __init__(self, model) -> None:
-        self.model = model
-
-    @torch.inference_mode()
-    def states(self, tokens: list[int]) -> list[torch.Tensor]:
-        output = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
-        return [state[0] for state in output.hidden_states]
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        return self.model.model.embed_tokens.weight.detach()
-
-    @property
-    def head(self) -> torch.Tensor:
-        return self.model.lm_head.weight.detach()
-
-
 @pytest.fixture(scope="module")
 def target(models):
-    return Target(models.reference())
+    return ReferenceTarget(models.reference())
 
 
 @pytest.fixture(params=HEADS.values(), ids=HEADS)
@@ -193,7 +171,7 @@ def test_adapters_bring_draft_weights(models, head, config, make_engine, plain_t
             settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 1.5 * rank}
             (nested / "adapter_config.json").write_text(json.dumps(settings))
         tuned = PeftModel.from_pretrained(models.reference(), models.adapters[name]).merge_and_unload()
-        merged[name].target = Target(tuned)
+        merged[name].target = ReferenceTarget(tuned)
         requests[name] = LoRARequest(name, path=str(folder))
     engine = make_engine(speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8)
     names = [None, "a", "b", "c", "a", "b"]

@@ -25,7 +25,7 @@ from ....models.layers.weights import WeightSlot
 from ....models.model import LanguageModel
 from ...verify.draft_sampling import DraftVocabulary
 from ..base import PreparedAdapters
-from ..checkpoint import draft_vocabulary, refuse
+from ..checkpoint import check_shared, draft_vocabulary, refuse
 from ..step_writer import Places
 from .config import DFlashConfig
 from .layers import BlockLayer
@@ -45,12 +45,8 @@ class DFlashHead:
         self.device = torch.device(device)
         self.target = target
         layer = config.layer
-        if layer.hidden_size != config.target_hidden_size and not (config.own_embedding and config.own_head):
-            missing = "lm_head" if config.own_embedding else "embed_tokens"
-            raise refuse(
-                f"the drafter has no {missing}.weight, and its hidden size {layer.hidden_size} is not the target's "
-                f"{config.target_hidden_size}: it cannot share the target's"
-            )
+        own = {"own_embedding": config.own_embedding, "own_head": config.own_head}
+        check_shared("drafter", layer.hidden_size, config.target_hidden_size, **own)
         self.attention = make_attention(attention_spec(layer, self.device))
         self.rope = RotaryEmbedding([layer.rope], layer.head_dim, dtype=layer.dtype, device=self.device)
         common: Any = {"dtype": layer.dtype, "device": self.device}

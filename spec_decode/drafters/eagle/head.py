@@ -34,7 +34,7 @@ from ....models.layers.weights import WeightSlot
 from ....models.model import LanguageModel
 from ...verify.draft_sampling import DraftVocabulary
 from ..base import PreparedAdapters
-from ..checkpoint import draft_vocabulary, refuse
+from ..checkpoint import check_shared, draft_vocabulary
 from .config import MASK, EagleConfig
 
 LAYER = "layers.0"
@@ -74,12 +74,8 @@ class EagleHead:
         self.target = target
         """Lends the embedding and the output head that the head lacks."""
         layer = config.layer
-        if layer.hidden_size != config.target_hidden_size and not (config.own_embedding and config.own_head):
-            missing = "lm_head" if config.own_embedding else "embed_tokens"
-            raise refuse(
-                f"the head has no {missing}.weight, and its hidden size {layer.hidden_size} is not the target's "
-                f"{config.target_hidden_size}: it cannot share the target's"
-            )
+        own = {"own_embedding": config.own_embedding, "own_head": config.own_head}
+        check_shared("head", layer.hidden_size, config.target_hidden_size, **own)
         self.attention = make_attention(attention_spec(layer, self.device))
         self.rope = ShiftedRope(layer.ropes, layer.head_dim, dtype=layer.dtype, device=self.device)
         self._build_linears()
