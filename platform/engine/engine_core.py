@@ -254,7 +254,7 @@ class EngineCore:
         length = len(request.prompt_token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        # The client has checked it, with `max_tokens`; benchmarks, and users of `LLMEngine.engine_core`, have no client.
+        # A client has checked it, with `max_tokens`; benchmarks and users of `LLMEngine.engine_core` have no client.
         check_context(self.info.max_model_len, length, only_scores=request.params.only_scores)
         # An adapter may have more tokens; `Vocabularies` checks them when it has been read.
         num_ids = self.info.vocab_size if request.lora is None else MAX_TOKEN_IDS

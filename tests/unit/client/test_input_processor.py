@@ -326,7 +326,9 @@ def test_endless_token_ids_are_too_long(processor: InputProcessor) -> None:
 
 def test_a_full_context_is_too_long_with_default_parameters(processor: InputProcessor) -> None:
     for prompt in ([5] * MAX_MODEL_LEN, [5] * (MAX_MODEL_LEN + 9)):
-        with pytest.raises(PromptTooLongError, match=rf"\({len(prompt)} in the prompt, 1 in the completion\)") as caught:
+        with pytest.raises(
+            PromptTooLongError, match=rf"\({len(prompt)} in the prompt, 1 in the completion\)"
+        ) as caught:
             processor.prepare("r", prompt)
         assert caught.value.param == "prompt"
 
