@@ -35,7 +35,7 @@ OPTIONS = {
 }
 
 
-def params_of(**values):
+def make_params(**values):
     return SamplingParams(**(LENGTHS | values))
 
 
@@ -47,8 +47,8 @@ def work(models, prompts):
         names = [None, "a", "b", None, "a", "c"] if adapters else [None] * len(prompts)
         jobs = []
         for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
-            jobs.append((prompt, params_of(**kinds[index % len(kinds)]), models.lora(name), {"tenant": name or ""}))
-        siblings = [params_of(temperature=1.0, seed=seed) for seed in (21, 22)]
+            jobs.append((prompt, make_params(**kinds[index % len(kinds)]), models.lora(name), {"tenant": name or ""}))
+        siblings = [make_params(temperature=1.0, seed=seed) for seed in (21, 22)]
         return [*jobs, *((prompts[3], params, models.lora(names[1]), {"group": "n"}) for params in siblings)]
 
     return work
@@ -169,11 +169,11 @@ def test_bad_words_of_several_tokens_see_the_token_before(make_engine, run, prom
     plans = []
     launch = engine._runner.launch
     monkeypatch.setattr(engine._runner, "launch", lambda plan, before=None: plans.append(plan) or launch(plan, before))
-    run(engine, [(prompts[0], params_of(temperature=0, bad_words_token_ids=[[5, 6]]))])
+    run(engine, [(prompts[0], make_params(temperature=0, bad_words_token_ids=[[5, 6]]))])
     assert not any(row.awaits_token for plan in plans for row in plan.rows)
     for penalty in ({}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.3, "frequency_penalty": 0.2}):
         plans.clear()
-        run(engine, [(prompts[0], params_of(temperature=0, **penalty))])
+        run(engine, [(prompts[0], make_params(temperature=0, **penalty))])
         assert sum(row.awaits_token for plan in plans for row in plan.rows) == 19
 
 

@@ -79,7 +79,7 @@ def dense(row: Row, window: Window, sinks: Tensor | None = None) -> Tensor:
     hidden = positions > positions[:, None]
     if window is not None:
         hidden |= positions < attention_backends.first_seen(positions[:, None], window)
-    weights = attention_backends.weights_of(scores.masked_fill(hidden, -torch.inf), sinks)
+    weights = attention_backends.attention_weights(scores.masked_fill(hidden, -torch.inf), sinks)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 

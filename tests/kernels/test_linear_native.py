@@ -11,13 +11,13 @@ from outrider.kernels.linear import NativeLinear, pack
 from outrider.kernels.linear import native as products
 from outrider.kernels.lora.native import NativeRows, RowSegments
 
-from .avx2_library import MACHINES, kernels_of
+from .avx2_library import MACHINES, use_kernels
 
 
 @pytest.fixture(scope="module", params=MACHINES, autouse=True)
 def machine(request, tmp_path_factory):
     """Kernels for this machine, or for one with AVX2 alone."""
-    with kernels_of(products, request.param, tmp_path_factory.mktemp("kernels")):
+    with use_kernels(products, request.param, tmp_path_factory.mktemp("kernels")):
         yield request.param
 
 

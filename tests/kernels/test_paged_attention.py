@@ -27,7 +27,7 @@ from outrider.models.attention import AttentionSpec
 from outrider.models.attention.torch import split_by_length
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
-from .attention_backends import attend, hidden_keys, make_backend, unrotated, weights_of
+from .attention_backends import attend, attention_weights, hidden_keys, make_backend, unrotated
 
 BACKENDS = ["torch", "native"] if library() is not None else ["torch"]
 # float32: sums in another order. bfloat16: scores, weights and results are rounded to 8 bits.
@@ -41,7 +41,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: Window, sinks: Te
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(q.shape[-1])
     positions = torch.arange(start, start + q.shape[0])[:, None]
     hidden = hidden_keys(positions, k.shape[0], window)
-    return torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v)
+    return torch.einsum("hqk,khd->qhd", attention_weights(scores.masked_fill(hidden, -torch.inf), sinks), v)
 
 
 def leave_behind(kv: LayerKV, kind: str) -> None:

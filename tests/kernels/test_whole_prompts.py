@@ -174,13 +174,13 @@ def test_the_faster_one_is_chosen(device: str, launches: Launches, ratio: float,
     """Both run, and torch must be faster by more than times vary."""
     runs = []
 
-    def seconds_of(work: Callable[[], object]) -> float:
+    def count_seconds(work: Callable[[], object]) -> float:
         work()
         runs.append(sum(launches.calls.values()))
         return ratio if len(runs) == 2 else 1.0
 
     planner = Planner(LLAMA, 4, GPU, 1)
-    assert wins(planner, torch.float32, torch.device(device), seconds_of, tokens=40) == expected
+    assert wins(planner, torch.float32, torch.device(device), count_seconds, tokens=40) == expected
     assert runs == [0, 1]
 
 
