@@ -134,7 +134,9 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run,
     kinds=st.lists(st.sampled_from(MIXED), min_size=1, max_size=6),
     lengths=st.lists(st.integers(5, 36), min_size=2, max_size=8),
 )
-def test_any_decisions(pair, run, models, prompts, seed, spell, drafters, counts, kinds, lengths):
+def test_random_decisions_do_not_change_the_text(
+    pair, run, models, prompts, seed, spell, drafters, counts, kinds, lengths
+):
     """The same engines, again and again: what one run leaves in the prefix cache, another finds."""
     plain, engines, script = pair
     script.random, script.spell, script.drafters, script.counts = random.Random(seed), spell, drafters, counts

@@ -195,7 +195,7 @@ def test_an_engine_shuts_down_with_a_step_in_flight(models, greedy, prompts):
     scheduler.check_integrity()
 
 
-def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompts, monkeypatch):
+def test_step_seconds_exclude_queueing(make_engine, greedy, prompts, monkeypatch):
     """Not those since it was launched: it waited for the step before. In seconds of a clock that the work moves."""
     engine = make_engine(async_scheduling=True)
     clock, gate = Clock(), threading.Event()
@@ -255,7 +255,7 @@ class Clock:
         self.now += seconds
 
 
-def test_the_queue_follows_the_option():
+def test_device_queue_follows_async_scheduling():
     import torch
 
     assert not DeviceQueue(torch.device("cpu"), asynchronous=False).overlaps

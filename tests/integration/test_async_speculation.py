@@ -106,9 +106,7 @@ MIXED = [
         *(("draft_model", "fair, no cache", True), ("eagle3", "chunks", True), ("medusa", "fair, no cache", True)),
     ],
 )
-def test_in_batches_that_come_and_go(
-    models, make_engine, plain_tokens, run, prompts, method, options, on_device, monkeypatch
-):
+def test_changing_batches(models, make_engine, plain_tokens, run, prompts, method, options, on_device, monkeypatch):
     """Prompts in chunks, preemption, penalties, and drafts that the host does not know either."""
     if on_device:
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
@@ -144,9 +142,7 @@ def test_any_number_of_drafts_and_any_length(models, make_engine, plain_tokens, 
 
 
 @pytest.mark.parametrize(("method", "on_device"), BOTH_WAYS)
-def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
-    models, make_engine, run, prompts, method, on_device, monkeypatch
-):
+def test_unseeded_draws_match_steps_without_overlap(models, make_engine, run, prompts, method, on_device, monkeypatch):
     """Except at their ends, where a sequence gets fewer drafts while the host does not know its length. So the drafts,
     what they were drawn from, and the noise of every position are the same, and with them the distribution."""
     if on_device:
@@ -214,7 +210,7 @@ def test_an_error_in_a_step_in_flight_leaves_a_usable_engine(
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_rows_decided_on_the_host_wait_for_it(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
+def test_synthetic_acceptance_does_not_overlap(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5, 0.2]}
     config = models.speculative("draft_model", 3) | {"adaptive": adaptive} | rates
     engine = make_engine(speculative_config=config, async_scheduling=True)
@@ -239,7 +235,7 @@ def note_drafts(engine):
 
 
 @pytest.mark.parametrize("method", CLASSES)
-def test_the_drafts_are_those_of_steps_one_after_the_other(models, make_engine, run, prompts, method):
+def test_drafts_match_steps_without_overlap(models, make_engine, run, prompts, method):
     """Also after prompts whose KV, and whose hidden states, such steps have left in the prefix cache."""
     found = []
     for asynchronous in (False, True):

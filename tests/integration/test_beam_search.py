@@ -70,7 +70,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("name", [None, "sql"])
 @pytest.mark.parametrize("params", PARAMS)
-def test_sequences_are_those_of_a_search_without_a_cache(llm, reference, name, params):
+def test_sequences_match_a_brute_force_search(llm, reference, name, params):
     prompts = [chat_prompt(llm, question) for question in QUESTIONS]
     ends = set(llm.llm_engine.input_processor.eos_token_ids)
     outputs = llm.beam_search(prompts, params, lora(name))

@@ -309,7 +309,7 @@ def test_drafter_forgets_unreferenced_adapter_content(start_engine, models, prom
 
 
 @pytest.mark.parametrize("name", ["json", "sql", "support"])
-def test_what_the_demo_adapters_draft_weights_are_worth(name, make_engine, run, tmp_path):
+def test_demo_draft_weights_raise_acceptance(name, make_engine, run, tmp_path):
     from outrider.models.demo import demo_adapters, demo_model_path
     from outrider.tools.demo_model.evaluation import held_out
     from outrider.tools.demo_model.mixture import adapter_document

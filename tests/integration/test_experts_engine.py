@@ -69,7 +69,7 @@ def said(outcomes):
     return [(outcome.token_ids, outcome.logprobs) for outcome in outcomes]
 
 
-def test_only_tokens_with_an_adapter_have_products_of_their_own(make_engine, run, served, monkeypatch):
+def test_only_adapter_tokens_run_extra_expert_products(make_engine, run, served, monkeypatch):
     engine, counts = start_engine(make_engine, served), set()
 
     def counted(x, *args, **kwargs):

@@ -109,7 +109,9 @@ def test_acceptance_recovers_and_other_tenants_drafts_stay(models, make_engine, 
     assert engine.learner.states()[-1].num_versions == 0
 
 
-def test_begins_with_the_adapters_own_draft_weights(models, make_engine, run, plain_tokens, make_jobs, monkeypatch):
+def test_learning_starts_from_the_adapters_draft_weights(
+    models, make_engine, run, plain_tokens, make_jobs, monkeypatch
+):
     """A version that was not trained computes what they do, and both kinds run in one batch."""
     monkeypatch.setattr(HeadTrainer, "step", lambda *args: None)
     engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
@@ -142,7 +144,7 @@ def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, make_
     assert sum(outcome.speculation.num_verifications for outcome in good) > JUDGED_STEPS
 
 
-def test_forgotten_with_the_adapter(models, make_engine, run, make_jobs):
+def test_unloading_an_adapter_drops_its_learner(models, make_engine, run, make_jobs):
     engine = make_engine(**LORA, speculative_config=speculative(models, max_learners=2))
     run(engine, make_jobs("ours", "c"))
     run(engine, make_jobs("ours", None))

@@ -99,7 +99,7 @@ def texts_of_sizes(
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "falcon", "olmo2"])
-def test_layers_of_other_forms_write_the_text_of_one(
+def test_other_families_match_one_rank(
     family: str, make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT's form and norms over all heads, with an adapter on every projection, and with drafts. GPT-2's adapter has
@@ -117,7 +117,7 @@ def test_layers_of_other_forms_write_the_text_of_one(
     assert found[0][::2] != found[0][1::2], "the adapter changes texts"
 
 
-def test_an_adapter_on_inputs_whose_groups_lie_apart(
+def test_an_adapter_on_act_order_gptq(
     make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPTQ's `desc_act`: a rank has columns of `o_proj` and `down_proj` whose inputs other ranks compute."""

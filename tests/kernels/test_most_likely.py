@@ -91,7 +91,7 @@ def test_fast_path_equals_the_general_path(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("special", [{"temperature": 1.0}, {"logprobs": 0}])
-def test_one_special_row_takes_the_general_way(special: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_special_row_uses_the_general_path(special: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "_most_likely", lambda logits, rows: pytest.fail("the short way"))
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 9} | special)
     odd = SampleRow(Request("odd", [1, 2], 2, params, seed_key=1), Drafts([]))

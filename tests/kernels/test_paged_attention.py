@@ -171,7 +171,7 @@ def test_shapes_of_a_step(name, rows, window, dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [6, 16, 64])
 @pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
-def test_an_fp8_cache_is_read_as_what_it_holds(name, dim, dtype, left, rows) -> None:
+def test_an_fp8_cache_is_attended_as_rounded(name, dim, dtype, left, rows) -> None:
     check(rows, dtype=dtype, shape=(8, 2, dim), block_size=16, left=left, name=name, cache="fp8")
 
 
@@ -179,7 +179,7 @@ def test_an_fp8_cache_is_read_as_what_it_holds(name, dim, dtype, left, rows) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [32, 576])
 @pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
-def test_keys_that_are_the_values_too(name, dim, dtype, cache) -> None:
+def test_keys_shared_with_values(name, dim, dtype, cache) -> None:
     """The heads of DeepSeek-V2 among them, which are the largest that the native kernel serves."""
     assert name != "native" or is_native(Shape(16, 1, dim), dtype, torch.device("cpu"))
     rows = [(70, 1), (3, 5), (0, 40), (130, 2)]
@@ -205,12 +205,12 @@ def test_the_native_kernel_rounds_to_fp8_as_torch_does(dtype) -> None:
         assert mine.view(torch.uint8).equal(theirs.view(torch.uint8))
 
 
-def test_an_fp8_cache_keeps_what_is_not_attentions() -> None:
+def test_an_fp8_cache_does_not_round_states() -> None:
     layers = allocate_kv([KVLayerSpec(2, 4), KVLayerSpec(1, 8, is_attention=False)], 3, 4, torch.bfloat16, "cpu", "fp8")
     assert [part.dtype for layer in layers for part in layer] == [CACHE_FLOAT8] * 2 + [torch.bfloat16] * 2
 
 
-def test_values_that_are_not_finite_do_not_reach_the_next_owner_of_a_block() -> None:
+def test_written_kv_is_made_finite() -> None:
     kv = allocate_kv([KVLayerSpec(2, 4)], 2, 4, torch.float32)[0]
     bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).expand(8, 2, 4)
     write_kv(bad.clone(), bad.clone(), kv, torch.arange(8))

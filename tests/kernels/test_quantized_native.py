@@ -232,7 +232,7 @@ def test_inputs_within_seven_binades_are_exact(machine):
 
 
 @pytest.mark.parametrize("kind", ["int8", "w8a8", "int4", "nf4"])
-def test_what_is_not_finite_stays_in_its_row(machine, kind):
+def test_non_finite_inputs_stay_in_their_row(machine, kind):
     x = make_inputs(8, 90)
     x[2, 5], x[4, 33] = float("nan"), float("inf")
     weight = make(kind, 66, 90, 32)
@@ -256,7 +256,7 @@ def test_misfits_are_refused(machine):
             NativeQuantizedLinear([weight], None)
 
 
-def test_other_weights_go_elsewhere(machine):
+def test_unsupported_weights_use_other_paths(machine):
     weight = make("int8", 6, 8, 8)
     assert native.is_native([weight], torch.bfloat16)
     assert not native.is_native([weight], torch.float32)

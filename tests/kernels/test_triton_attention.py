@@ -150,7 +150,7 @@ def test_block_sizes(device: str, block_size: int) -> None:
     check([(150, 1), (20, 70)], Shape(2, 1, 16), device, block_size=block_size)
 
 
-def test_keys_that_are_the_values_too(device: str) -> None:
+def test_keys_shared_with_values(device: str) -> None:
     shape = Shape(16, 1, 48)
     inputs = make_inputs(MIXED, shape, torch.float16, device)
     inputs = inputs._replace(past=[(k, k) for k, _ in inputs.past], kv=LayerKV(inputs.kv.k, inputs.kv.k))

@@ -87,7 +87,7 @@ def test_ragged_ranks_of_scattered_rows(dtype: torch.dtype, device: str) -> None
     pool.check(token + 2, segments)
 
 
-def test_tokens_of_the_base_stay_as_they_are(device: str) -> None:
+def test_base_tokens_are_unchanged(device: str) -> None:
     pool = Pool(8, 16, [24], torch.float32, device)
     x, y = torch.randn(6, 16, device=device), torch.randn(6, 24, device=device)
     before = y.clone()

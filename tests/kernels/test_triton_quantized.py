@@ -270,7 +270,7 @@ def test_ends_of_the_range(device: str) -> None:
         check(y[:, row], expected[:, row], TOLERANCE[torch.float16])
 
 
-def test_what_is_held_and_what_is_served(device: str) -> None:
+def test_packed_bytes_and_unsupported_shapes(device: str) -> None:
     weight = make("centred", 256, 1024)
     weight = replace(weight, group=128, scales=torch.rand(256, 8))
     weight = replace(weight, offsets=-8 * weight.scales)

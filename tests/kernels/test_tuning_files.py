@@ -49,7 +49,7 @@ FILES = st.builds(
 
 
 @given(FILES)
-def test_what_is_written_is_read_again(file: ConfigFile) -> None:
+def test_written_files_are_parsed_back(file: ConfigFile) -> None:
     assert parse_configs(file.to_json(), "x") == file
 
 
@@ -113,7 +113,7 @@ def norm_entry(data: dict) -> dict:
         ),
     ],
 )
-def test_what_is_broken_is_refused_by_file_and_field(text: str, message: str) -> None:
+def test_invalid_files_are_refused_by_file_and_field(text: str, message: str) -> None:
     with pytest.raises(KernelConfigError) as raised:
         parse_configs(text, "h.json")
     assert str(raised.value).startswith(f"h.json: {message}")

@@ -200,7 +200,7 @@ def tuned_file(tmp_path: Path, device: str, clock: Clock) -> tuple[list[Found], 
     return done, tune(jobs, searcher, file, path, done.append)
 
 
-def test_a_run_that_was_cut_goes_on(tmp_path: Path, device: str) -> None:
+def test_an_interrupted_search_continues(tmp_path: Path, device: str) -> None:
     first, whole = tuned_file(tmp_path, device, Clock(30))
     assert [found.job.kernel for found in first] == ["rms_norm"]
     assert not whole

@@ -118,7 +118,7 @@ def test_prompts_are_attended_to_as_defined(device: str, launches: Launches) -> 
     assert sum(launches.calls.values()) == 2
 
 
-def test_what_is_not_finite_is_hidden_as_in_the_cache(device: str) -> None:
+def test_non_finite_keys_are_hidden_as_in_the_cache(device: str) -> None:
     inputs = make_inputs([(0, 40)], LLAMA, torch.float32, device)
     results = []
     for fuses in (False, True):
