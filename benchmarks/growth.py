@@ -8,7 +8,7 @@ Every vector of the large model holds the small model's vector in known places; 
     queries, keys     where they are normalised too (Qwen3), with the same eps: scaled by sqrt(H / H')
     layers            new ones compute on random weights; o_proj and down_proj are zero, so the residual passes
 
-Weights that need not be zero are random, as large as the weights beside them. So no work can be skipped, and no number
+Weights that need not be zero are random, as large as the weights next to them. So no work can be skipped, and no number
 is denormal.
 """
 

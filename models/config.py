@@ -373,7 +373,7 @@ def _factors(
 
 
 def _activation(values: Mapping[str, Any], served: Mapping[str, str], has_own_key: bool) -> str:
-    """Activation of the MLP; some families have a key of their own, and an older one beside it."""
+    """Activation of the MLP; some families have a key of their own, and an older one next to it."""
     field = "hidden_activation" if has_own_key and "hidden_activation" in values else "hidden_act"
     name = values.get(field, "silu")
     if not isinstance(name, str) or name not in served:

@@ -67,7 +67,7 @@ class Context:
         print(line(self.name, row), flush=True)
 
     def run(self, work: Callable[[Context], None]) -> None:
-        """Run the section; an error is kept beside its rows."""
+        """Run the section; an error is kept with its rows."""
         started, entry = time.monotonic(), self._entry
         write(self.folder, self.name, entry)
         try:

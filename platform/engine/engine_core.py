@@ -57,7 +57,7 @@ class EngineCore:
         self._kv = parts.kv
         self._host = parts.host
         self.learner = parts.learner
-        """Trains draft weights of tenants that opted in; None: nobody did."""
+        """Trains draft weights of tenants that opted in; None: none did."""
         self._num_added = 0
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex

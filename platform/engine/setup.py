@@ -77,7 +77,7 @@ class EngineParts(NamedTuple):
     host: HostStore | None
     """Memory of `swap_space`, if there is any."""
     learner: Learner | None
-    """Trains draft weights of tenants that opted in; None: nobody did."""
+    """Trains draft weights of tenants that opted in; None: none did."""
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:

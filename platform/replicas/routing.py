@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 PREFIX_CHARS = (256, 1024, 4096, 16384)
-"""Lengths of beginnings of texts that are told apart."""
+"""Lengths of prefixes of texts that are distinguished."""
 SEEN_PREFIXES = 10_000
 """Beginnings that a router remembers of a replica."""
 SLACK = 8

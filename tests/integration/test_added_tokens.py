@@ -1,4 +1,4 @@
-"""Adapters with more tokens than the base model: their requests say them, and no other request ever does."""
+"""Adapters with more tokens than the base model: their requests generate them, and no other request does."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PROMPT = [5, VOCAB, 9, SIZE - 1, 6, VOCAB, 9]
 
 @pytest.fixture(scope="module")
 def resized(models, tmp_path_factory):
-    """The PEFT model of an adapter that often says its added tokens, and the request for it."""
+    """The PEFT model of an adapter that often generates its added tokens, and the request for it."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""An engine that launches a step before the last one has ended says, byte for byte, what one does that waits."""
+"""An engine that launches a step before the last one has ended generates the same bytes as one that waits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def words(outcomes):
 
 @pytest.fixture(scope="session")
 def wanted(plain_engine, run, work):
-    """What the engine that waits says, by (adapters, whether penalties are in the batch)."""
+    """Tokens of the engine that waits, by (adapters, True if penalties are in the batch)."""
     return {
         (adapters, penalised): words(run(plain_engine, work(adapters, PLAIN + PENALISED if penalised else PLAIN)))
         for adapters in (False, True)

@@ -342,7 +342,7 @@ def _numbers(outcome):
 
 @pytest.fixture(scope="module")
 def rows(plain_engine, run, prompts, wide):
-    """Jobs of every adapter, and what an engine without drafts says to them."""
+    """Jobs of every adapter, and the outputs of an engine without drafts."""
     options = {"max_tokens": 20, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2}
     sampling = [SamplingParams(temperature=0, **options), SamplingParams(temperature=0.8, seed=11, **options)]
     jobs = list(product((prompts[2], prompts[4]), sampling, wide.values()))

@@ -25,7 +25,7 @@ def test_greedy_text_equals_transformers_and_peft_in_a_mixed_batch(models, make_
     engine = make_engine(enable_lora=True, max_loras=3, max_lora_rank=8, max_num_batched_tokens=20)
     outcomes = run(engine, [(p, greedy, models.lora(n)) for p, n in zip(prompts, NAMES, strict=True)])
     for prompt, name, outcome in zip(prompts, NAMES, outcomes, strict=True):
-        # transformers bans the end token while min_new_tokens is not reached; ours may say it
+        # transformers bans the end token while min_new_tokens is not reached; ours may generate it
         want = transformers_greedy(models.reference(name), prompt, 24)
         first_end = outcome.token_ids.index(1) if 1 in outcome.token_ids else 24
         assert outcome.token_ids[:first_end] == want[:first_end]

@@ -1,4 +1,4 @@
-"""Draft weights that are learnt from the traffic of a tenant: acceptance recovers, and nobody else's drafts change."""
+"""Draft weights that are learnt from the traffic of a tenant: acceptance recovers; other tenants' drafts stay."""
 
 from __future__ import annotations
 

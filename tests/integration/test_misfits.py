@@ -12,7 +12,7 @@ from outrider.models.demo import demo_draft_path, demo_eagle3_path
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import InvalidRequestError
 
-# method, what its config.json says, and what the message has to name: the draft's figure and the target's.
+# method, fields of its config.json, and what the message has to name: the draft's figure and the target's.
 MISFITS = {
     "another vocabulary": ("draft_model", {"vocab_size": 170}, ("170 tokens", "160")),
     "a head of another hidden size": ("eagle3", {"hidden_size": 64}, ("is 64", "48")),

@@ -114,7 +114,7 @@ def write_heads(folder: Path) -> Path:
 
 
 Drafted = dict[tuple[str, tuple[int, ...]], list[int]]
-"""By request and what it said before."""
+"""By request and its tokens so far."""
 
 
 def watch_drafts(engine: EngineCore, drafted: Drafted) -> None:

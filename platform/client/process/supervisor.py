@@ -108,7 +108,7 @@ class EngineProcess:
             *(sys.executable, "-P", "-m", module), stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(content)  # and left open: its end tells the engine process that we are gone
+        self._process.stdin.write(content)  # and left open: its end means to the engine process that we are gone
         died = asyncio.create_task(self._wait_for_death())
         self._tasks = [asyncio.create_task(self._read()), died]
         first: set[asyncio.Future[Any]] = {self._ready, died}
