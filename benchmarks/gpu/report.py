@@ -16,7 +16,7 @@ FOLDER = "sections"
 
 
 class Ceilings(dict[str, float]):
-    """Rates of the device per second: "copy_bytes" and "matmul_flops"; NaN where they were not measured."""
+    """Rates of the device per second: "copy_bytes" and "matmul_flops"; NaN if they were not measured."""
 
     def __missing__(self, key: str) -> float:
         return float("nan")

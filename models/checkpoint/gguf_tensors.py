@@ -103,7 +103,7 @@ class GgufTensors:
         return _stored(self._whole(stored)) if stored in self._tensors else None
 
     def _of_merged(self, stored: str) -> StoredTensor | None:
-        """A projection of queries, keys or values, where the file has one tensor for the three."""
+        """A projection of queries, keys or values, if the file has one tensor for the three."""
         import numpy as np
 
         found = _PROJECTION.search(stored)

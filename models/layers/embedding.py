@@ -315,7 +315,7 @@ class Embedding:
         return weight[rows].to(self.device, self._dtype).contiguous()
 
     def _set_table(self, weight: Weight) -> None:
-        """Keep rows for lookups; of a tied head the packed rows serve where they can be read."""
+        """Keep rows for lookups; of a tied head the packed rows serve if they can be read."""
         if self.tied:
             self._set_head("weight", weight)
         is_plain = isinstance(weight, Tensor)
