@@ -243,7 +243,7 @@ def test_undecodable_messages_are_answered_and_stop_nothing(model_path: str) -> 
             [b"A", b"\x80", b"x"],
             [b"A", msgspec.msgpack.encode([5])],
         ):
-            await engine._link._socket.send_multipart(frames)
+            engine._link._socket.send_multipart(frames)
         assert not (await anext(stream)).finished
         await stream.aclose()  # type: ignore[attr-defined]
         assert (await collect(llm.generate([5])))[-1].finished
