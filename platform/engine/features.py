@@ -22,8 +22,7 @@ class NoAdapters(Gate):
 
     def __init__(self, prepare_draft: AdapterPreparer | None = None) -> None:
         """`prepare_draft`: of a target that drafts for itself."""
-        if prepare_draft is not None:
-            self.prepare_draft = prepare_draft
+        self.prepare_draft: AdapterPreparer = prepare_draft or self.prepare
 
     def resolve(self, request: Request) -> None:
         """Refuse a request that names an adapter."""
@@ -45,7 +44,6 @@ class NoAdapters(Gate):
         return
 
     prepare_head = prepare
-    prepare_draft: AdapterPreparer = prepare
 
     def start_reader(self) -> None:
         """Nothing is read."""

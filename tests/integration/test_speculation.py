@@ -158,7 +158,7 @@ def test_a_request_can_switch_speculation_off_or_cap_it(models, make_engine, run
     assert len(outcomes[2].speculation.accepted_per_pos) == 2
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark", "uno"])
 def test_drafters_know_masks_and_penalties(models, make_engine, run, prompts, method):
     """Else nearly all drafts of a constrained request would be wrong."""
     engine = make_engine(speculative_config=models.speculative(method, 4))
@@ -180,7 +180,7 @@ def test_drafters_know_masks_and_penalties(models, make_engine, run, prompts, me
         assert seen > 0
 
 
-@pytest.mark.parametrize("method", ["draft_model", "dflash", "dspark"])
+@pytest.mark.parametrize("method", ["draft_model", "dflash", "dspark", "uno"])
 def test_drafter_catches_up_after_steps_without_drafts(models, make_engine, run, prompts, method):
     """A prompt computed with speculation off is found in the prefix cache by a request that has it on."""
     engine = make_engine(speculative_config=models.speculative(method, 4))
@@ -223,7 +223,7 @@ def exact_third_token(reference):
 @pytest.mark.parametrize(
     ("method", "rule"),
     [
-        *((method, "standard") for method in ("ngram", "draft_model", "eagle3", "medusa", "dflash", "dspark")),
+        *((method, "standard") for method in ("ngram", "draft_model", "eagle3", "medusa", "dflash", "dspark", "uno")),
         *((method, "invariant") for method in ("ngram", "draft_model")),
     ],
 )
