@@ -13,6 +13,7 @@ from outrider import LoRARequest, SamplingParams
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.spec_decode.drafters.uno import noise_token
 
+from ..tiny_families import FAMILIES, build
 from ..uno_reference import UnoReference
 from .conftest import TARGETS, VOCAB
 from .test_block_drafters import GREEDY, SCHEDULES, SEEDED, counts, serve
@@ -196,3 +197,6 @@ def test_folders_that_do_not_fit_are_refused(models, folder, make_engine, tmp_pa
 def test_several_processes_and_recurrent_states_are_refused(models, folder, make_engine, tmp_path):
     with pytest.raises(InvalidRequestError, match="uno is not supported with tensor_parallel_size above 1"):
         make_engine(speculative_config=speculative(folder), tensor_parallel_size=2)
+    build(FAMILIES["lfm2"]).save_pretrained(tmp_path)
+    with pytest.raises(InvalidRequestError, match="layers of recurrent state, which noise would change"):
+        make_engine(model=str(tmp_path), speculative_config=speculative(folder))
