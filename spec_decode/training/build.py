@@ -19,7 +19,6 @@ from ...models.config import DecoderConfig
 from ...models.layers.weights import WeightSlot
 from ...models.rope_config import RopeConfig
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError
-from ...platform.core.speculative_config import BLOCK_METHODS
 from ..drafters.checkpoint import PARAM, StoredTensor, fill
 from ..drafters.dflash.config import DFlashConfig
 from ..drafters.eagle.config import HIDDEN_NORM, EagleConfig, head_tensors, read_eagle_config, with_tensors
@@ -29,7 +28,8 @@ from .methods.block_head import BlockHead
 from .methods.draft_lora import DraftModelLora, HeadLora
 from .methods.eagle_head import Eagle1Head, Eagle3Head, EagleHead
 from .methods.medusa_heads import MedusaHeads
-from .options import TrainOptions, wrong
+from .methods.target_lora import TargetLora
+from .options import BLOCK_HEADS, TrainOptions, wrong
 from .target import Target, load_causal_lm, read_config
 
 _EAGLE3_UNROLL, _EAGLE1_UNROLL = 4, 1
@@ -125,7 +125,9 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         return MedusaHeads(target.lm_head, options.medusa_heads, options.medusa_layers, base_name)
     if options.method == "draft-lora":
         return _draft_lora(options, target)
-    if options.method in BLOCK_METHODS:
+    if options.method == "uno":
+        return _target_lora(options, target)
+    if options.method in BLOCK_HEADS:
         return BlockHead(block_config(options, target), target)
     config = head_config(options, target, samples)
     if options.method == "eagle":
@@ -136,6 +138,18 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
     head = Eagle3Head(config, target, options.unroll or _EAGLE3_UNROLL, tokens)
     head.begin_as_last_layer()  # EAGLE's layer, which has no input norm, trains better from random weights
     return head
+
+
+def _target_lora(options: TrainOptions, target: Target) -> TrainedDrafter:
+    config = target.config
+    narrow = [window for window in config.windows if window is not None and window_size(window) < options.max_length]
+    if config.states is not None or narrow:
+        what = f"a sliding window of {window_size(narrow[0])} tokens" if narrow else "layers of recurrent state"
+        hint = ", less than --max-length" if narrow else ""
+        message = f"uno is not trained for {config.architecture} with {what}{hint}"
+        raise UnsupportedModelError(message, param="model")
+    alpha = options.alpha or 2.0 * options.rank
+    return TargetLora(target, options.block_size, options.rank, alpha, options.base_name or options.model)
 
 
 def _draft_lora(options: TrainOptions, target: Target) -> TrainedDrafter:

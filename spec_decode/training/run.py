@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ...platform.core.progress import EVERY, Progress
-from ...platform.core.speculative_config import BLOCK_METHODS
 from .build import new_drafter, read_head
 from .data import Sample
 from .measurement import Measured
 from .methods.base import TrainedDrafter
-from .options import TrainOptions, wrong
+from .options import BLOCK_HEADS, TrainOptions, wrong
 from .outlook import outlook
 from .run_folder import has_ended
 from .target import Target, load_target
@@ -92,7 +91,7 @@ def train_draft(
 
 def _target(options: TrainOptions, device: torch.device) -> Target:
     layers: tuple[int, ...] | None = ()
-    if options.method == "eagle3" or options.method in BLOCK_METHODS:
+    if options.method == "eagle3" or options.method in BLOCK_HEADS:
         layers = options.aux_layers
         if layers is not None and len(layers) != _NUM_AUX and options.method == "eagle3":
             raise wrong("aux_layers", f"must name {_NUM_AUX} layers, got {len(layers)}")
