@@ -134,7 +134,9 @@ def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, jobs_
     with monkeypatch.context() as patch:
         patch.setattr(HeadTrainer, "step", lambda _, lora, sample: [b.data.normal_() for _, b in lora.pairs.values()])
         train(engine)
-    assert engine.learner.states()[0].digest != kept.digest
+    worse = engine.stats().learning[0]
+    assert worse.digest != kept.digest
+    assert worse.acceptance_before == kept.acceptance
     assert texts(run(engine, ours)) == plain_tokens(ours), "text depends on the weights"
     state = engine.learner.states()[0]
     assert (state.num_versions, state.num_dropped, state.digest) == (2, 1, kept.digest)
@@ -146,9 +148,19 @@ def test_forgotten_with_the_adapter(models, make_engine, run, jobs_of):
     engine = make_engine(**LORA, speculative_config=speculative(models, max_learners=2))
     run(engine, jobs_of("ours", "c"))
     run(engine, jobs_of("ours", None))
-    assert [state.adapter != "" for state in engine.learner.states()] == [True, False]
+    assert [state.adapter for state in engine.stats().learning] == ["c", ""]
     engine.adapters.unload("c")
     assert [state.adapter for state in engine.learner.states()] == [""]
+
+
+def test_a_sleeping_engine_does_not_train(models, make_engine, run, jobs_of):
+    engine = make_engine(**LORA, speculative_config=speculative(models))
+    run(engine, jobs_of("ours", None))
+    engine.release_memory()
+    assert engine.learn() is None
+    run(engine, jobs_of("theirs", None)[:1])
+    assert engine.learn() is not None
+    train(engine)
 
 
 def test_learners_and_bytes_are_bounded(models, make_engine, run, jobs_of):
