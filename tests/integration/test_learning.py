@@ -6,6 +6,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.core.errors import InvalidRequestError
+from outrider.spec_decode.learning import learner
 from outrider.spec_decode.learning.head_trainer import HeadTrainer
 from outrider.spec_decode.learning.learner import JUDGED_STEPS
 
@@ -41,6 +42,12 @@ def acceptance(outcomes):
 
 def texts(outcomes):
     return [outcome.token_ids for outcome in outcomes]
+
+
+@pytest.fixture(autouse=True)
+def whole_slices(monkeypatch):
+    """Slices do not shrink, however busy the machine is."""
+    monkeypatch.setattr(learner, "SLICE_SECONDS", 60.0)
 
 
 @pytest.fixture

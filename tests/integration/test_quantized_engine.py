@@ -72,7 +72,7 @@ def test_adapters_are_pefts_on_the_dequantised_model(make_engine, run, prompts, 
 
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [("eagle3", "gptq-row"), ("dflash", "ct-w8a8"), ("dspark", "gptq-row"), ("dflash", "fp8-blocks")],
+    [("eagle3", "gptq-row"), ("dflash", "fp8-blocks"), ("dspark", "ct-w8a8")],
 )
 def test_a_quantised_head(make_engine, models, run, jobs, greedy, tmp_path, method, kind):
     """A head whose file is quantised drafts as one with the same dense weights."""

@@ -33,6 +33,8 @@ ARCHITECTURES = {
 """Method -> names in `architectures`. The layers are Qwen3's whatever the target."""
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 """Values of `markov_head_type`; `markov` has their equations."""
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File of the mask's embedding, which some checkpoints have."""
 _KINDS = ("full_attention", "sliding_attention")
 _TRAITS = FAMILIES["Qwen3ForCausalLM"]
 _NOT_NEEDED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
