@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
 from outrider.platform.core.memory_usage import resident_memory_bytes
-from outrider.platform.core.messages import AdapterInfo, EngineStats, LearningEntry, SpeculationCounts, SpeculationEntry
+from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
 from outrider.platform.http.observe import metric_families as metrics_module
 from outrider.platform.http.observe import series_labels as labels_module
 from outrider.platform.http.observe.prometheus_metrics import Metrics
@@ -112,26 +112,6 @@ def test_engine_metrics(http, llm):
     assert {key: found.get(key) for key in expected} == expected
     labels = (("max_lora", "4"), ("running_lora_adapters", "a,b"), ("waiting_lora_adapters", "c"))
     assert found[("outrider:lora_requests_info", labels)] > 0
-
-
-def test_metrics_of_drafts_that_learn(http, llm):
-    """By adapter and tenant; pairs of one tenant with several salts are one."""
-    llm.snapshot = EngineStats(
-        learning=[
-            LearningEntry("sql", "acme", "ab", 3, 1, 0.5, 0.25, 100, failed=False),
-            LearningEntry("sql", "acme", "cd", 2, 0, 0.7, None, 30, failed=True),
-            LearningEntry("", "", "", 0, 0, 0.0, None, 8, failed=False),
-        ]
-    )
-    found = samples(http)
-    acme, base = (("adapter", "sql"), ("tenant", "acme")), (("adapter", ""), ("tenant", "default"))
-    values = {key[0].removeprefix("outrider:learning_"): found.get(key) for key in found if acme == key[1]}
-    assert values == {
-        "versions": 5, "versions_dropped": 1, "buffer_bytes": 130, "failed": 1, "acceptance": pytest.approx(0.6),
-        "acceptance_before": 0.25,
-    }  # fmt: skip
-    assert found[("outrider:learning_buffer_bytes", base)] == 8
-    assert ("outrider:learning_acceptance_before", base) not in found
 
 
 def test_request_metrics(http):
