@@ -42,7 +42,7 @@ class TrainOptions:
     output: str
     adapter: str | None = _option(None, "PEFT adapter of the target: its outputs are what is learned", "What to train")
     draft: str | None = _option(
-        None, "draft-lora: the draft model, or EAGLE head, that the weights are for", "Draft-LoRA"
+        None, "draft-lora: the draft model, EAGLE head or drafter of blocks that the weights are for", "Draft-LoRA"
     )
     rank: int = _option(8, "rank of the draft weights", "Draft-LoRA", methods=_LORA, within=(1, 1024))
     alpha: float | None = _option(

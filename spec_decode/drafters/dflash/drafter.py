@@ -40,13 +40,18 @@ from ..block import BlockDrafter
 from ..checkpoint import PARAM, fill, fill_randomly, quantise, read_tensor, refuse
 from ..factory import DrafterContext
 from ..step_writer import StepWriter
-from .config import DFlashConfig, dflash_kv_bytes_per_token, head_tensors, read_dflash_config, with_tensors
+from .config import (
+    MASK_EMBEDDING,
+    DFlashConfig,
+    dflash_kv_bytes_per_token,
+    head_tensors,
+    read_dflash_config,
+    with_tensors,
+)
 from .head import DFlashHead
 
 if TYPE_CHECKING:
     from ....models.model import ModelConfig
-
-_MASK_EMBEDDING = "mask_embedding.pt"
 
 
 def load(config: SpeculativeConfig, context: DrafterContext) -> DFlashDrafter:
@@ -76,8 +81,8 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> DFlashDrafter:
         fill_randomly(slots, context.seed)
     else:
         fill(path, slots, stored)
-        if (path / _MASK_EMBEDDING).is_file():
-            head.load_mask_embedding(read_tensor(path / _MASK_EMBEDDING))
+        if (path / MASK_EMBEDDING).is_file():
+            head.load_mask_embedding(read_tensor(path / MASK_EMBEDDING))
     warn_of_short_reach(config.model, head_config.layer.max_position_embeddings, context.max_model_len)
     return DFlashDrafter(head, **token_drafter_options(config, context))
 
