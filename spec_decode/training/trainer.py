@@ -223,7 +223,7 @@ class Trainer:
 def checkpoint_products(folder: Path) -> torch.dtype | None:
     """Dtype of the products of an interrupted run; None if it cannot be read."""
     try:
-        return torch.load(folder / CHECKPOINT, mmap=True, weights_only=True)["products"]
+        return torch.load(folder / CHECKPOINT, "cpu", mmap=True, weights_only=True)["products"]
     except Exception:  # missing or broken: an error names it when all of it is read
         return None
 

@@ -7,6 +7,7 @@ of a text, D head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +113,14 @@ class Columns:
     Projections other than `nn.Linear` have a `base`, and an `added` [r, in] and [out, r] or None.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], start: int, size: int) -> None:
-        bases = [module if isinstance(module, nn.Linear) else module.base for module in modules]
-        added = [None if isinstance(module, nn.Linear) else module.added for module in modules]
+    def __init__(self, modules: Sequence[Any], start: int, size: int) -> None:
+        bases: list[nn.Linear] = [module if isinstance(module, nn.Linear) else module.base for module in modules]
+        added: list[tuple[Tensor, Tensor] | None] = [
+            None if isinstance(module, nn.Linear) else module.added for module in modules
+        ]
         self._weight = torch.cat([base.weight[:, start : start + size] for base in bases])
         self._widths = [len(base.weight) for base in bases]
-        self._added = [pair and (pair[0][:, start : start + size], pair[1]) for pair in added]
+        self._added = [None if pair is None else (pair[0][:, start : start + size], pair[1]) for pair in added]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, size] to [N, out], the projections' outputs one after the other."""
