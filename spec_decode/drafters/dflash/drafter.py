@@ -34,7 +34,7 @@ from ....models.checkpoint.paths import resolve_model_path
 from ....models.pass_graphs import PassOptions
 from ....models.quantization import unpack
 from ....platform.core.speculative_config import SpeculativeConfig
-from ...verify.draft_sampling import Drafting, draw, join_drafts, last_drafts
+from ...verify.draft_sampling import Drafting, draw, join_drafts, last_drafts, stays_on_device
 from ...verify.verification import choose_rule
 from ..autoregressive import TokenDrafterOptions, token_drafter_options, warn_of_short_reach
 from ..base import Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput, no_adapters
@@ -240,9 +240,8 @@ class DFlashDrafter(Drafter):
         """Draw all drafts. `before` [B]: the tokens before the first ones, for DSpark."""
         markov, vocabulary = self._head.markov, self._head.vocabulary
         state: Tensor | None = None
-        survival: list[Tensor] = []
         for hidden, logits in outputs:
-            wanted = drafting[: len(hidden)]
+            wanted, confidence = drafting[: len(hidden)], None
             if markov is not None:
                 assert before is not None
                 if wanted[0].num_drafts:
@@ -250,13 +249,10 @@ class DFlashDrafter(Drafter):
                 embedded = markov.embed(before[: len(wanted)])
                 bias, state = markov.bias(embedded, hidden, None if state is None else state[: len(wanted)])
                 logits.add_(bias)
-                confidence = markov.confidence(embedded, hidden)
-                if confidence is not None:
-                    survival.append(confidence if not survival else survival[-1][: len(wanted)] * confidence)
+                if wanted[0].row.is_rated and not stays_on_device(hidden):
+                    confidence = markov.confidence(embedded, hidden)
             there = None if overshoot is None else overshoot[: len(wanted)]
-            draw(wanted, logits, vocabulary, self._edit_logits, overshoot=there)
-        for index, sequence in enumerate(drafting if survival else ()):
-            sequence.survival = torch.stack([of_draft[index] for of_draft in survival[: sequence.num_wanted]])
+            draw(wanted, logits, vocabulary, self._edit_logits, overshoot=there, confidence=confidence)
 
 
 def _block_rows(drafting: Sequence[Drafting], config: DFlashConfig, outcome: DeviceOutcome | None) -> SequenceRows:

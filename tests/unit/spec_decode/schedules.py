@@ -118,6 +118,7 @@ class Engine:
             first_index=first_index,
             num_drafts=len(drafts),
             num_accepted=accepted,
+            is_rated=True,
         )
         return row, tokens + drafts
 
