@@ -264,7 +264,7 @@ class SpeculationPolicy:
     # ------------------------------------------------------------------ observation
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Update the estimates from a finished step, and leave out drafts for the next one that are not worth verifying.
+        """Update the estimates from a finished step, and leave out drafts for the next one that are not worth it.
 
         Call once per step, in order, after its drafts were made.
         """

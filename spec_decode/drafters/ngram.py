@@ -177,8 +177,8 @@ class NgramDrafter(Drafter):
         return self._rated(row, (period * repeats)[:count], length)
 
     def _rated(self, row: DraftRow, drafts: list[int], length: int) -> Drafts:
-        """Drafts after a match of `length` tokens, with their confidence: after n equal tokens n / (n + 1), odds of n to
-        1. Each right draft makes the match longer."""
+        """Drafts after a match of `length` tokens, with their confidence: after n equal tokens n / (n + 1), odds of n
+        to 1. Each right draft makes the match longer."""
         if not (row.is_rated and self._by_match):
             return Drafts(drafts)
         return Drafts(drafts, confidence=[n / (n + 1) for n in range(length, length + len(drafts))])

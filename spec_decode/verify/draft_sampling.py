@@ -261,9 +261,10 @@ def _sample(sequences: Sequence[Drafting], logits: Tensor, overshoot: Tensor | N
         q = logits[index].softmax(dim=-1)
         picked = [seeds[i] for i in independent], [positions[i] for i in independent]
         if overshoot is None:
-            # Each round has its own noise. Drafts after a rejected one influence how many the policy verifies later, and
-            # their positions are drafted again: with the same noise a draft would influence whether it is verified.
-            of_round = [seeds[i] + len(sequences[i].row.tokens) for i in independent]
+            # Rated rows have other noise in each round. Drafts after a rejected one influence how many are verified
+            # later, and their positions are drafted again: the same noise would tie both together.
+            rows = [sequences[i].row for i in independent]
+            of_round = [row.request.seed_key + row.is_rated * len(row.tokens) for row in rows]
             keys = to_device(row_keys(of_round, picked[1], Stream.DRAFT).numpy(), q.device)
         else:
             places = to_device(np.array(picked[1]), q.device) - overshoot[index]

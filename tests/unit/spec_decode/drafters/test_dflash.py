@@ -68,7 +68,7 @@ def test_drafts_are_those_of_a_plain_forward_pass(target, make, backend, method,
     head, drafter = make(method, **options)
     assert drafter.needs.aux_layers == tuple(index + 1 for index in head.aux)
     assert drafter.needs.max_drafts == head.max_drafts
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, is_rated=True)
     sequences = [engine.sequence(9), engine.sequence(4)]
     for accepted in (0, 3, 1):
         found = engine.step((sequences[0], 4, None, accepted), (sequences[1], 2, None, accepted))
