@@ -46,7 +46,8 @@ class SpeculativeConfig:
     method: str = option(MISSING, "drafter; off is no speculation (default: from the name of model)", choices=METHODS)
     num_speculative_tokens: int = option(
         MISSING,
-        f"drafts a step; with adaptive, at most (default: {_ADAPTIVE_LOOKUP_DRAFTS} for adaptive ngram, else "
+        "drafts a step; with adaptive, at most (default: speculative_tokens of a drafter in the speculators format, "
+        f"else {_ADAPTIVE_LOOKUP_DRAFTS} for adaptive ngram, "
         + "".join(f"{drafts} for {method}, " for method, drafts in _DEFAULT_DRAFTS.items())
         + "4 for the others)",
         within=(1, MAX_DRAFTS),

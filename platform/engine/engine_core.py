@@ -19,13 +19,12 @@ from ..core.errors import (
     InvalidRequestError,
     InvalidUserInputError,
     OverloadedError,
-    PromptTooLongError,
     ShuttingDownError,
     invalid,
 )
 from ..core.memory_usage import resident_memory_bytes
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
-from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
+from ..core.model_limits import MAX_TOKEN_IDS, check_context, check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from .adapters import EngineAdapters
@@ -58,7 +57,7 @@ class EngineCore:
         self._kv = parts.kv
         self._host = parts.host
         self.learner = parts.learner
-        """Trains draft weights of tenants that opted in; None: nobody did."""
+        """Trains draft weights of tenants that opted in; None: none did."""
         self._num_added = 0
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
@@ -252,11 +251,11 @@ class EngineCore:
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self.scheduler:
             raise InvalidUserInputError(f"request id {request.request_id!r} is in use", param="request_id")
-        limit, length = self._config.scheduler.max_model_len, len(request.prompt_token_ids)
+        length = len(request.prompt_token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if length + (not request.params.only_scores) > limit:
-            raise PromptTooLongError.of(limit, length, param="prompt")
+        # A client has checked it, with `max_tokens`; benchmarks and users of `LLMEngine.engine_core` have no client.
+        check_context(self.info.max_model_len, length, only_scores=request.params.only_scores)
         # An adapter may have more tokens; `Vocabularies` checks them when it has been read.
         num_ids = self.info.vocab_size if request.lora is None else MAX_TOKEN_IDS
         check_token_ids("prompt", request.prompt_token_ids, num_ids)

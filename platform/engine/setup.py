@@ -28,7 +28,7 @@ from ...models.pass_graphs import PassGraphs
 from ...models.states.memory import LayerStates, allocate_states
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
-from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token
+from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token, named_drafts
 from ...spec_decode.learning.learner import Learner
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
@@ -77,7 +77,7 @@ class EngineParts(NamedTuple):
     host: HostStore | None
     """Memory of `swap_space`, if there is any."""
     learner: Learner | None
-    """Trains draft weights of tenants that opted in; None: nobody did."""
+    """Trains draft weights of tenants that opted in; None: none did."""
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -257,7 +257,8 @@ def _resolve(args: EngineArgs, path: Path, num_local: int | None = None) -> Engi
     speculative = parse_speculative(args.speculative_config, args.download_dir)
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
     drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype, path)
-    facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
+    in_all = facts.kv_bytes_per_token + drafters
+    facts = dataclasses.replace(facts, kv_bytes_per_token=in_all, num_drafts=named_drafts(speculative))
     hardware = find_hardware(args.device)
     size = num_local or args.tensor_parallel_size
     hardware = dataclasses.replace(hardware, host_memory_bytes=hardware.host_memory_bytes // size)

@@ -186,7 +186,7 @@ def make_engine(models):
 
 
 class Outcome:
-    """All that an engine said of one sequence."""
+    """All that an engine reported of one sequence."""
 
     def __init__(self) -> None:
         self.token_ids, self.logprobs, self.deltas, self.accepted = [], [], [], []

@@ -186,7 +186,7 @@ def test_drafters_in_turn(models, make_engine, plain_text, run, jobs, method, op
         assert longest[tokens, name][: len(drafts)] == drafts
 
 
-def test_requests_switch_it_off_or_cap_it(models, make_engine, run, prompts):
+def test_requests_disable_or_limit_drafts(models, make_engine, run, prompts):
     engine = make_engine(speculative_config=adaptive(models, "draft_model", 4))
     params = PARAMS["greedy"]
     wants = (None, False, 2)

@@ -112,7 +112,7 @@ def bigrams(head: BlockHead, model) -> None:
 
 
 @pytest.mark.parametrize("k", [2, 5])
-def test_a_head_that_knows_the_next_token_is_always_right(models, target, make_engine, prompts, tmp_path, k):
+def test_all_drafts_of_a_perfect_head_are_accepted(models, target, make_engine, prompts, tmp_path, k):
     model = copy.deepcopy(target.model)
     head = BlockHead(ReferenceTarget(model), "dspark", aux=(0, 1), block_size=5, own_head=True)
     head.rank = 48

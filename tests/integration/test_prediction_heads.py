@@ -104,7 +104,7 @@ def test_drafts_are_those_of_the_reference_and_change_no_text(checkpoints, make_
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "mimo", "nemotron-h", "ernie4.5-moe"])
-def test_a_head_that_knows_the_next_token_is_always_right(monkeypatch, checkpoints, make_engine, name):
+def test_all_drafts_of_a_perfect_head_are_accepted(monkeypatch, checkpoints, make_engine, name):
     """By one of vLLM's names, with a fixed number of drafts and with the policy's."""
     folder, jobs = checkpoints(name, True).folder, [(prompt, GREEDY) for prompt in PROMPTS]
     expected = serve(make_engine(folder), jobs)
@@ -182,7 +182,7 @@ def test_an_adapter_brings_draft_weights(checkpoints, make_engine, tmp_path):
     assert [info.draft for info in engine.adapters.list()] == ["loaded"]
 
 
-def test_the_head_takes_memory_of_the_cache(checkpoints):
+def test_prediction_head_kv_is_counted_in_the_cache_size(checkpoints):
     for name, elements in (("qwen3.5", 2 * 2 * 16), ("deepseek3", 24 + 8)):
         folder = checkpoints(name).folder
         num_bytes = draft_kv_bytes_per_token(parse_speculative(MTP), "float32", model_path=folder)

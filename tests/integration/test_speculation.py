@@ -59,7 +59,7 @@ def plain_text(models, plain_engine, run, prompts):
 
 @pytest.fixture
 def same_text(run, jobs, plain_text):
-    """same_text(engine, names in PARAMS, adapters): asserts that what it says is the text without speculation; all of
+    """same_text(engine, names in PARAMS, adapters): asserts that its text is the one without speculation; all of
     it in one batch, which takes a fraction of the steps."""
 
     def same_text(engine, names, adapters):

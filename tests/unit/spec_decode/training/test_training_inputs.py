@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def copy_of(folders, tmp_path):
+def make_copy(folders, tmp_path):
     def copy(name):
         return Path(shutil.copytree(getattr(folders, name), tmp_path / name))
 
@@ -38,8 +38,8 @@ def check_line(caught, param):
 
 
 @pytest.mark.parametrize("option", ["model", "draft"])
-def test_a_model_that_was_cut_off(option, copy_of):
-    folder = copy_of("draft")
+def test_a_model_that_was_cut_off(option, make_copy):
+    folder = make_copy("draft")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
     with pytest.raises(UnsupportedModelError) as caught:
@@ -59,19 +59,19 @@ BROKEN_ADAPTERS = {
 
 
 @pytest.mark.parametrize("what", BROKEN_ADAPTERS)
-def test_broken_adapters(what, folders, copy_of):
-    folder = copy_of("adapter")
+def test_broken_adapters(what, folders, make_copy):
+    folder = make_copy("adapter")
     BROKEN_ADAPTERS[what](folder)
     with pytest.raises(AdapterError) as caught:
         load_target(folders.target, str(folder), torch.float32, CPU)
     check_line(caught, "adapter")
 
 
-def test_no_hub_is_asked_for_an_adapter_without_weights(folders, copy_of, monkeypatch):
+def test_no_hub_is_asked_for_an_adapter_without_weights(folders, make_copy, monkeypatch):
     import peft
 
     monkeypatch.setattr(peft.PeftModel, "from_pretrained", lambda *_, **__: pytest.fail("PEFT would ask a hub"))
-    folder = copy_of("adapter")
+    folder = make_copy("adapter")
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterError, match=r"has no adapter_model\.safetensors or adapter_model\.bin"):
         load_target(folders.target, str(folder), torch.float32, CPU)
