@@ -259,9 +259,8 @@ def _resolve(args: EngineArgs, path: Path, num_local: int | None = None) -> Engi
     )
     speculative = parse_speculative(args.speculative_config, args.download_dir)
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
-    drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype, path)
-    in_all = facts.kv_bytes_per_token + drafters
-    facts = dataclasses.replace(facts, kv_bytes_per_token=in_all, num_drafts=named_drafts(speculative))
+    kv_bytes = facts.kv_bytes_per_token + draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype, path)
+    facts = dataclasses.replace(facts, kv_bytes_per_token=kv_bytes, num_drafts=named_drafts(speculative))
     hardware = find_hardware(args.device)
     size = num_local or args.tensor_parallel_size
     hardware = dataclasses.replace(hardware, host_memory_bytes=hardware.host_memory_bytes // size)

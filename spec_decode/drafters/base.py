@@ -67,6 +67,8 @@ class DraftRow(NamedTuple):
     """Accepted drafts of this step; unknown (0) with `TargetOutput.on_device`."""
     drafter: int = 0
     """Index of the drafter to use, if several are composed."""
+    is_rated: bool = False
+    """True if the host reads the drafts' confidence, if the drafter has one."""
     seen: Any = None
     """Tokens for edits of logits, if the host does not know all of them; opaque here."""
 

@@ -10,8 +10,8 @@ from outrider import SamplingParams
 from outrider.kernels import penalties
 from outrider.kernels.device_outcome import OnDevice
 from outrider.platform.engine.runner.model_runner import ModelRunner
-from outrider.spec_decode.control import adapters as adapter_trials
-from outrider.spec_decode.control import factory
+from outrider.spec_decode.control import adapters as adapter_states
+from outrider.spec_decode.control import factory, trials
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters import ngram_device
 from outrider.spec_decode.verify import draft_sampling as drawing
@@ -188,8 +188,8 @@ def run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts):
 
 def test_under_the_policy(models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch):
     """A drafter is tried at once, whatever it costs."""
-    monkeypatch.setattr(adapter_trials, "FIRST_TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(adapter_trials, "TRIAL_SHARE", math.inf)
+    monkeypatch.setattr(adapter_states, "FIRST_TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(trials, "TRIAL_SHARE", math.inf)
     assert run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts) > 0
     assert drafts.num_sources > 0
 

@@ -22,7 +22,7 @@ from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.spec_decode.control import adapters
+from outrider.spec_decode.control import adapters, trials
 from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
 
 from ..prediction_checkpoints import HIDDEN, LAYOUTS, Checkpoint
@@ -113,7 +113,7 @@ def test_all_drafts_of_a_perfect_head_are_accepted(monkeypatch, checkpoints, mak
     drafted, accepted = counts(engine)
     assert drafted == accepted > 0
     monkeypatch.setattr(adapters, "FIRST_TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(adapters, "TRIAL_SHARE", math.inf)  # it drafts although steps are short
+    monkeypatch.setattr(trials, "TRIAL_SHARE", math.inf)  # it drafts although steps are short
     engine = make_engine(folder, speculative_config={"method": "mtp"})
     for _ in range(3):
         assert serve(engine, jobs) == expected

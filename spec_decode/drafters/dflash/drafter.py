@@ -33,7 +33,7 @@ from ....models.checkpoint.json_files import read_json
 from ....models.checkpoint.paths import resolve_model_path
 from ....models.quantization import unpack
 from ....platform.core.speculative_config import SpeculativeConfig
-from ...verify.draft_sampling import Drafting, draw, last_drafts
+from ...verify.draft_sampling import Drafting, draw, last_drafts, stays_on_device
 from ..autoregressive import TokenDrafterOptions, token_drafter_options, warn_of_short_reach
 from ..base import DrafterNeeds, DraftRow, Proposal, TargetOutput
 from ..block import BlockDrafter
@@ -186,9 +186,8 @@ class DFlashDrafter(BlockDrafter):
         overshoot = None if outcome is None else outcome.total
         before: Tensor | None = None if outcome is None else outcome.next_tokens
         state: Tensor | None = None
-        survival: list[Tensor] = []
         for hidden, logits in outputs:
-            wanted = drafting[: len(hidden)]
+            wanted, confidence = drafting[: len(hidden)], None
             if markov is not None:
                 if wanted[0].num_drafts:
                     before = _last_tokens(wanted, hidden)
@@ -197,13 +196,10 @@ class DFlashDrafter(BlockDrafter):
                 embedded = markov.embed(before[: len(wanted)])
                 bias, state = markov.bias(embedded, hidden, None if state is None else state[: len(wanted)])
                 logits.add_(bias)
-                confidence = markov.confidence(embedded, hidden)
-                if confidence is not None:
-                    survival.append(confidence if not survival else survival[-1][: len(wanted)] * confidence)
+                if wanted[0].row.is_rated and not stays_on_device(hidden):
+                    confidence = markov.confidence(embedded, hidden)
             there = None if overshoot is None else overshoot[: len(wanted)]
-            draw(wanted, logits, vocabulary, self._edit_logits, overshoot=there)
-        for index, sequence in enumerate(drafting if survival else ()):
-            sequence.survival = torch.stack([of_draft[index] for of_draft in survival[: sequence.num_wanted]])
+            draw(wanted, logits, vocabulary, self._edit_logits, overshoot=there, confidence=confidence)
 
 
 def _last_tokens(drafting: Sequence[Drafting], like: Tensor) -> Tensor:
