@@ -2,7 +2,7 @@
 learnt from their traffic; then adaptive drafting in batches.
 
     python benchmarks/speculation_table.py --model MODEL --heads DIR --adapters DIR --prompts DIR --work DIR \\
-        --output-json benchmarks/results/speculation-smollm2.json [--parts chat,rewriting,...] [--quick]
+        --output-json benchmarks/results/speculation-smollm2.json [--parts 'chat;rewriting;...']
 
     HEADS/{eagle3,dflash}                   written by `outrider train-draft`
     ADAPTERS/{json,sql,support}             PEFT adapters, with draft weights for the EAGLE-3 head in draft/eagle3
@@ -47,8 +47,6 @@ MAX_TOKENS, MAX_LENGTH = 96, 512
 DRAFTS = 4
 """Drafts a step of heads with a fixed number."""
 TENANT = "learning"
-FIXED = [f"{method}:{k}" for method in ("ngram", "eagle3") for k in (1, 3)]
-"""Fixed numbers, in addition to 4, that adaptive drafting is compared with."""
 BATCHES = "1,4,16,32"
 
 
@@ -56,16 +54,16 @@ def parts_of(options: argparse.Namespace) -> dict[str, list[str]]:
     """Options of `outrider bench speculation` by part."""
     heads = [word for name in ("eagle3", "dflash") for word in (f"--{name}", str(options.heads / name))]
     loras = [word for task in TASKS for word in ("--lora", f"{task}={options.adapters / task}")]
-    fixed = ["ngram", "suffix", "eagle3:4", "dflash:4", "dflash:7"]
-    adaptive = ["adaptive:ngram", "adaptive:eagle3", "adaptive:dflash"]
+    fixed = ["ngram:1", "ngram:4", "suffix:8", "eagle3:2", "eagle3:4", "dflash:4", "dflash:7"]
+    adaptive = ["adaptive:ngram:16", "adaptive:eagle3:16", "adaptive:dflash:7"]
     single = ["--batch-sizes", "1", "--rounds", str(options.rounds)]
-    batches = ["--modes", "off,adaptive:eagle3", "--rounds", str(options.rounds)]
+    batches = ["--modes", "off,adaptive:eagle3:16", "--rounds", str(options.rounds)]
     queued = ["--batch-sizes", "4,16,32", "--queue", "2"]
     parts: dict[str, list[str]] = {}
     for kind in ("chat", "rewriting"):
-        modes = ["off", "control", *fixed, *FIXED, *adaptive, f"oracle:{16 if kind == 'rewriting' else 8}"]
+        modes = ["off", "control", *fixed, *adaptive, f"oracle:{16 if kind == 'rewriting' else 8}"]
         parts[kind] = ["--modes", ",".join(modes), "--tasks", "base", *prompts_of(options, kind), *heads, *single]
-    modes = ["off", "ngram", "suffix", "eagle3:4", "adaptive:eagle3", "oracle:8"]
+    modes = ["off", "ngram:4", "suffix:8", "eagle3:4", "adaptive:eagle3:16", "oracle:8"]
     parts["adapters"] = ["--modes", ",".join(modes), "--tasks", ",".join(TASKS), *loras, *heads, *single]
     parts["adapters"] += prompts_of(options, *TASKS)
     for kind in ("chat", "rewriting"):
@@ -91,7 +89,7 @@ def prompts_of(options: argparse.Namespace, *kinds: str) -> list[str]:
 def bench(options: argparse.Namespace, words: Sequence[str], file: Path) -> None:
     """Run `outrider bench speculation`, which writes `file`."""
     command = [sys.executable, "-m", "outrider.platform.cli.main", "bench", "speculation", "--model", options.model]
-    command += ["--max-tokens", str(options.max_tokens), "--num-speculative-tokens", str(options.num_drafts)]
+    command += ["--max-tokens", str(options.max_tokens)]
     subprocess.run([*command, *words, "--output-json", str(file)], check=True)
 
 
@@ -195,6 +193,68 @@ def measure_learning(options: argparse.Namespace, file: Path) -> None:
     file.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
+# --- Tables -------------------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "ngram:4": "n-gram, 4",
+    "suffix:8": "suffix, 8",
+    "eagle3:4": "EAGLE-3, 4",
+    "dflash:7": "DFlash, 7",
+    "adaptive:ngram:16": "adaptive, n-gram",
+    "adaptive:eagle3:16": "adaptive, EAGLE-3",
+    "adaptive:dflash:7": "adaptive, DFlash",
+    "oracle": "oracle",
+}
+"""Modes of the first table, and their names there. A number is that of the drafts a step."""
+
+
+def drafters_table(runs: dict[str, Any]) -> dict[str, Any]:
+    """Speed-up over off by text and drafter; in brackets the acceptance length, and the share of the oracle's."""
+
+    def cell(row: dict[str, Any]) -> str:
+        found = [row.get("acceptance_length"), row.get("of_oracle")]
+        return f"{row['speedup']:.2f} ({', '.join('-' if value is None else f'{value:.2f}' for value in found)})"
+
+    texts: dict[str, dict[str, str]] = {}
+    oracles = {}
+    for part in ("chat", "rewriting", "adapters"):
+        for row in runs.get(part, {"rows": []})["rows"]:
+            name = f"`{row['task']}`, {row['kind']}" if part == "adapters" else part
+            texts.setdefault(name, {})[("oracle" if row["method"] == "oracle" else row["mode"])] = cell(row)
+            if row["method"] == "oracle":
+                oracles[row["task"]] = row["speedup"]
+    for row in runs.get("learning", {"rows": []})["rows"]:
+        limit = oracles.get(row["task"])
+        share = {"of_oracle": row["speedup"] / limit if limit else None}
+        texts[f"`{row['task']}`, after {row['requests']} requests"] = {"eagle3:4": cell(row | share)}
+    rows = [[name, *(found.get(mode, "") for mode in COLUMNS)] for name, found in sorted(texts.items())]
+    return {"head": ["", *COLUMNS.values()], "rows": rows}
+
+
+def batches_table(runs: dict[str, Any]) -> dict[str, Any]:
+    """Adaptive drafting over off by text, queue and batch size."""
+    cells: dict[str, dict[int, str]] = {}
+    for part in (f"{kind}, {queue}" for kind in ("chat", "rewriting") for queue in ("closed", "queued")):
+        for row in runs.get(part, {"rows": []})["rows"]:
+            if row["mode"].startswith("adaptive"):
+                name = part.replace("chat", "random ids") if row["kind"] == "random" else part
+                cells.setdefault(name, {})[row["batch_size"]] = f"{row['speedup']:.2f}"
+    sizes = [int(size) for size in BATCHES.split(",")]
+    return {
+        "head": ["adaptive over off", "1 request", *map(str, sizes[1:])],
+        "rows": [[name, *(found.get(size, "") for size in sizes)] for name, found in cells.items()],
+    }
+
+
+def write_result(file: Path, found: list[dict[str, Any]]) -> None:
+    """Write the parts, and the tables that the pages show."""
+    runs = {run["run"]: run for run in found}
+    made = {"drafters": drafters_table(runs), "batches": batches_table(runs)}
+    tables = [{"run": name, "machine": describe_machine(), "table": table} for name, table in made.items()]
+    text = json.dumps({"claim": CLAIM, "runs": [*found, *tables]}, indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Measure the parts that are missing, and write all into one result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,11 +262,10 @@ def main() -> None:
     for name in ("heads", "adapters", "prompts", "work"):
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR")
     parser.add_argument("--output-json", type=Path, metavar="FILE")
-    parser.add_argument("--parts", help="(default: all)")
+    parser.add_argument("--parts", help="separated by semicolons (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
-    parser.add_argument("--num-drafts", type=int, default=16, help="most drafts of adaptive modes")
     parser.add_argument("--requests", type=int, default=64, help="from which drafts learn, for each adapter")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -223,8 +282,7 @@ def main() -> None:
             print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
         found.append({"run": name, **json.loads(file.read_text(encoding="utf-8"))})
         if options.output_json:
-            text = json.dumps({"claim": CLAIM, "runs": found}, indent=1) + "\n"
-            options.output_json.write_text(text, encoding="utf-8")
+            write_result(options.output_json, found)
 
 
 if __name__ == "__main__":
