@@ -146,7 +146,7 @@ class HeadTrainer:
         ids, states = sample.ids[None], sample.states[None].float()
         positions = torch.arange(sample.first_label - 1, len(sample.ids) - 1)
         none: Any = None
-        features = Features(ids, none, (states,), Labels(torch.zeros_like(positions), positions, none, none), none)
+        features = Features(ids, none, (states,), Labels(torch.zeros_like(positions), positions, none), none)
         wanted = self._draft_ids[sample.ids[positions + 1]]
         total = states.new_zeros(())
         for step, (hidden, index) in enumerate(self._head.steps(features, _UNROLL)):

@@ -91,12 +91,12 @@ class EagleHead(TrainedDrafter):
         return self.token_loss(list(self.steps(features, self._unroll)), features)
 
     def token_loss(self, steps: Sequence[tuple[Tensor, Tensor]], features: Features) -> Tensor:
-        """Cross entropy of the unroll over the draft vocabulary, if the target's choice is in it."""
+        """Cross entropy of the unroll over the draft vocabulary, at labels whose next token is in it."""
         states = [Step(self.normed(hidden), index) for hidden, index in steps]
         tokens = self.vocabulary
         if tokens is None:
             return soft_cross_entropy(states, self.lm_head_weight, build_wanted(features))
-        known = torch.isin(features.labels.greedy, tokens)
+        known = torch.isin(features.next_tokens, tokens)
         kept = known.nonzero(as_tuple=True)[0]
         number = known.cumsum(0) - 1
         states = [Step(hidden[known[index]], number[index[known[index]]]) for hidden, index in states]

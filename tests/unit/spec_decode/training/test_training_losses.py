@@ -39,10 +39,10 @@ def test_soft_cross_entropy_in_chunks(monkeypatch):
 
 
 def test_a_draft_vocabulary_changes_the_softmax_alone(options, samples, read_batch):
-    """The loss over fewer tokens is the plain one of the labels whose greedy token is among them."""
+    """The loss over fewer tokens is the plain one of the labels whose next token is among them."""
     target, features = read_batch(samples[:5], None)
     head = new_drafter(options(unroll=2, draft_vocab_size=8), target, samples)
-    tokens, greedy = head.vocabulary, features.labels.greedy
+    tokens, greedy = head.vocabulary, features.next_tokens
     assert 0 < torch.isin(greedy, tokens).sum() < len(greedy)
     assert torch.equal(head.lm_head_weight, target.lm_head[tokens])
     losses = []
