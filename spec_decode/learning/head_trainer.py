@@ -59,6 +59,11 @@ class _AdaptedLinear(nn.Module):
         self.base = base
         self.pair: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def added(self) -> tuple[Tensor, Tensor] | None:
+        """A [r, in] and B [out, r] of these."""
+        return None if self.pair is None else (self.pair[0], self.pair[1].t())
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         y: Tensor = self.base(x)

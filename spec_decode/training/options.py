@@ -68,7 +68,10 @@ class TrainOptions:
         "auto", "where to train; auto takes a GPU if there is one", "Training", choices=("auto", "cpu", "cuda")
     )
     dtype: str = _option(
-        "bfloat16", "of the target, and of products; trained weights are kept in float32", "Training", choices=DTYPES
+        "bfloat16",
+        "of the target, and of products unless a CPU is faster in float32; trained weights are kept in float32",
+        "Training",
+        choices=DTYPES,
     )
     eval_every: int = _option(200, "steps between measurements", "Training")
     save_minutes: float = _option(3.0, "minutes between checkpoints; Ctrl-C and SIGTERM write one too", "Training")

@@ -48,7 +48,7 @@ def make_optimizers(drafter: TrainedDrafter, options: TrainOptions) -> list[torc
     rest = [p for p in drafter.parameters() if p.requires_grad and id(p) not in chosen]
     result: list[torch.optim.Optimizer] = []
     if rest:
-        result.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0))
+        result.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     if matrices:
         result.append(torch.optim.Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.0))
     return result
@@ -223,7 +223,7 @@ class Trainer:
 def checkpoint_products(folder: Path) -> torch.dtype | None:
     """Dtype of the products of an interrupted run; None if it cannot be read."""
     try:
-        return torch.load(folder / CHECKPOINT, mmap=True, weights_only=True)["products"]
+        return torch.load(folder / CHECKPOINT, "cpu", mmap=True, weights_only=True)["products"]
     except Exception:  # missing or broken: an error names it when all of it is read
         return None
 

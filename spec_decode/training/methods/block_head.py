@@ -71,8 +71,8 @@ class _BlockAttention(nn.Module):
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
 
-        q = rotate(self.q_norm(heads(self.q_proj(x))), blocks.positions, theta)
-        k = rotate(self.k_norm(heads(self.k_proj(read))), positions, theta)
+        q = rotate(self.q_norm(heads(self.q_proj(x))), blocks.positions[:, None], theta)
+        k = rotate(self.k_norm(heads(self.k_proj(read))), positions[:, None], theta)
         v = heads(self.v_proj(read))
         grouped = layer.num_heads != layer.num_kv_heads
         out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=blocks.mask, enable_gqa=grouped)

@@ -31,6 +31,11 @@ class LoraLinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
 
+    @property
+    def added(self) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [out, r] with the scale."""
+        return self.lora_A.weight, self.scale * self.lora_B.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         return self.base(x) + self.scale * self.lora_B(self.lora_A(x))

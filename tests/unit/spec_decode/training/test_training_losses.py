@@ -68,6 +68,28 @@ def test_loss_is_the_mean_over_steps_and_labels(options, samples, read_batch):
     assert abs(float(head.loss(features)) - expected) < 1e-4
 
 
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_a_text_in_a_batch_is_computed_as_alone(options, samples, read_batch, method):
+    """Texts of other lengths, which share rows with it in training, change neither its states nor its gradients."""
+    layers = None if method == "eagle3" else ()
+    target, together = read_batch(samples[:5], layers)
+    head = new_drafter(options(method, unroll=3), target, samples).eval()
+    alone = [read_batch([sample], layers)[1] for sample in samples[:5]]
+    assert len({len(sample.token_ids) for sample in samples[:5]}) > 2
+    whole = list(head.steps(together, 3))
+    parts = [list(head.steps(features, 3)) for features in alone]
+    total = 0
+    for number, (states, index) in enumerate(whole):
+        firsts = torch.tensor([0, *(len(features.labels.rows) for features in alone)]).cumsum(0)
+        apart = [steps[number] for steps in parts]
+        assert torch.equal(index, torch.cat([i + first for (_, i), first in zip(apart, firsts, strict=False)]))
+        joined = torch.cat([hidden for hidden, _ in apart])
+        assert torch.allclose(states, joined, atol=1e-5)
+        total = total + (states - joined).sum()
+    gradients = torch.autograd.grad(total, [p for p in head.parameters() if p.requires_grad], allow_unused=True)
+    assert all(g is None or g.abs().max() < 1e-3 for g in gradients)
+
+
 def test_a_head_begins_as_the_targets_last_layer(options, samples, read_batch):
     target, features = read_batch(samples[:1], None)
     drafter = new_drafter(options(intermediate_size=20), target, samples)
