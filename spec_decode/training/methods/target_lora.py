@@ -145,7 +145,7 @@ class TargetLora(TrainedDrafter):
         """As in `TrainedDrafter`. The first draft is the target's own token."""
         labels, weight = features.labels, self._target.lm_head
         found = labels.positions.new_full((len(labels.positions), k), -1)
-        found[labels.positions > 0, 0] = labels.greedy[labels.positions > 0]
+        found[labels.positions > 0, 0] = features.head.greedy(labels.states[labels.positions > 0])
         drafts = min(k, self.drafts)
         if drafts < 2:
             return found
