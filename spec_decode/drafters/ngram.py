@@ -19,6 +19,8 @@ from .factory import DrafterContext
 
 _FEW_PLACES = 24
 """Earlier positions of the last tokens that are checked one by one."""
+_LONGEST = 32
+"""Most tokens of a match that are counted."""
 _FEWEST = 3
 """Drafts after the shortest match: on the 494M model verifying one takes a quarter of a step more, and each further one
 a twentieth, so one alone gains nothing."""
@@ -165,21 +167,25 @@ class NgramDrafter(Drafter):
         if self._corpora is not None:
             length = history.match_length(start, self._max_n) if start >= 0 else 0
             if length < self._max_n and (found := self._from_corpora(row, max(length + 1, self._min_n))):
-                return Drafts(found)
+                return found
         if start < 0:
             return NO_DRAFTS
+        length = 0
         if self._by_match:
-            count = min(count, max(_FEWEST, 2 * history.match_length(start, count // 2 + 1) - 1))
+            length = history.match_length(start, max(_LONGEST, count // 2 + 1))
+            count = min(count, max(_FEWEST, 2 * length - 1))
         period = history.tokens[start : start + count]
         repeats = -(-count // len(period))
-        return Drafts((period * repeats)[:count])
+        return Drafts((period * repeats)[:count], match_length=length)
 
-    def _from_corpora(self, row: DraftRow, least: int) -> list[int]:
-        """Drafts after a match of at least `least` tokens in the corpora; [] without one."""
+    def _from_corpora(self, row: DraftRow, least: int) -> Drafts | None:
+        """Drafts after a match of at least `least` tokens in the corpora."""
         assert self._corpora is not None
         count, longest = row.max_drafts, max(self._max_n, row.max_drafts // 2 + 1 if self._by_match else 0)
         drafts, length = self._corpora.drafts(row.request.tenant, row.tokens, longest, least, count)
-        return drafts[: max(_FEWEST, 2 * length - 1)] if self._by_match else drafts
+        if not drafts:
+            return None
+        return Drafts(drafts[: max(_FEWEST, 2 * length - 1)], match_length=length) if self._by_match else Drafts(drafts)
 
     def _forget_finished(self) -> None:
         finished = [key for key, history in self._histories.items() if history.request.status is Status.FINISHED]

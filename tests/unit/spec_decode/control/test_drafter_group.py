@@ -76,3 +76,18 @@ def test_adaptive_prompt_lookup_may_make_sixteen_drafts():
     """The policy gets them, and chooses as many as are useful."""
     assert (0, 16) in speculation().policy.choices
     assert max(speculation(adaptive=True, num_speculative_tokens=5).policy.choices) == (0, 5)
+
+
+def test_preferred_matches_are_verified_instead_of_the_first_drafters(drafters):
+    rows = [row(0, 2), row(0, 3), row(1, 2)]
+    group = DrafterGroup(drafters, lambda request, drafts, planned: request is rows[1].request and planned == 3)
+    found = group.propose(rows, TargetOutput())
+    assert [list(proposal.drafts.token_ids) for proposal in found] == [[0, 0], [1, 1, 1], [1, 1]]
+    assert [proposal.drafts.drafter for proposal in found] == [0, 1, 1]
+    assert drafters[0].calls == [("propose", [2, 0, 0])], "it makes no drafts that are not used"
+
+
+def test_the_first_drafter_only_watches_if_all_rows_have_matches(drafters):
+    found = DrafterGroup(drafters, lambda *_: True).propose([row(0, 2), row(0, 1)], TargetOutput())
+    assert [len(proposal.drafts.token_ids) for proposal in found] == [2, 1]
+    assert drafters[0].calls == [("watch", 2)]
