@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from outrider.models.batch import KVLayerSpec
 from outrider.platform.core.request import Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.control.drafter_group import DrafterGroup
 from outrider.spec_decode.control.factory import make_speculation
-from outrider.spec_decode.drafters.base import Drafter, DraftRow, Proposal, TargetOutput
+from outrider.spec_decode.drafters.base import Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
 
 WITHOUT_TARGET = SimpleNamespace(model_path=None, device="cpu")
 """Context of drafters that need no target."""
@@ -91,3 +92,20 @@ def test_the_first_drafter_only_watches_if_all_rows_have_matches(drafters):
     found = DrafterGroup(drafters, lambda *_: True).propose([row(0, 2), row(0, 1)], TargetOutput())
     assert [len(proposal.drafts.token_ids) for proposal in found] == [2, 1]
     assert drafters[0].calls == [("watch", 2)]
+
+
+@pytest.mark.parametrize("others", [[], [row(0, 2)]])
+def test_the_first_drafter_lags_after_a_match_as_it_says(others):
+    """It catches up with the tokens for which it was not called, and with no others."""
+
+    class Lagging(Noting):
+        needs = DrafterNeeds(kv_layers=(KVLayerSpec(1, 8),))
+
+        def propose(self, rows, target):
+            return [proposal._replace(num_draft_computed=2) for proposal in super().propose(rows, target)]
+
+    matched = row(0, 2)._replace(num_draft_valid=1)
+    group = DrafterGroup([Lagging(0), Noting(1)], lambda request, *_: request is matched.request)
+    found = group.propose([matched, *others], TargetOutput())
+    assert found[0].drafts.drafter == 1
+    assert found[0].num_draft_computed == (2 if others else 1)
