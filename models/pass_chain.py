@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.graphs import Captured
-from ..kernels.noise import Stream, row_salts, salted_row_keys
+from ..kernels.noise import ROUND, Stream, row_salts, salted_row_keys
 from ..kernels.paged_attention import RowArrays
 from ..kernels.paged_attention.schedule import TILE_FIELDS, Capacity
 from ..kernels.staging import staged
@@ -62,8 +62,9 @@ class Drawn(NamedTuple):
     """[K, R, V] float32: the distributions, if they are kept."""
 
 
-_POSITION, _LEFT, _SALT, _NOISY, _TOP_K, _HEAT, _TOP_P, _LOG_MIN_P = range(8)
-"""Rows of the array of a loop's numbers: int64, the last three with the bits of float64."""
+_POSITION, _LEFT, _SALT, _STEP, _TOP_K, _HEAT, _TOP_P, _LOG_MIN_P = range(8)
+"""Rows of the array of a loop's numbers: int64, the last three with the bits of float64. `_STEP`: positions in the
+noise between two tokens of the sequence (see `noise.ROUND`), 0 for greedy rows."""
 
 
 class PassChain(GraphedPass):
@@ -187,7 +188,7 @@ class PassChain(GraphedPass):
         floats[_HEAT:_LOG_MIN_P], floats[_LOG_MIN_P] = 1.0, -np.inf
         if draws.seed_keys:
             noisy = np.array([stream is not None for stream in draws.streams])
-            numbers[_NOISY, :count] = noisy
+            numbers[_STEP, :count] = np.where([stream is Stream.DRAFT for stream in draws.streams], ROUND, noisy)
             numbers[_SALT, :count] = row_salts(draws.seed_keys, [int(stream or 0) for stream in draws.streams])
             numbers[_TOP_K, :count] = np.where(noisy, np.maximum(draws.top_k, 0), 0)
             floats[_HEAT, :count] = np.where(noisy, draws.heat, 1.0)
@@ -216,6 +217,8 @@ class PassChain(GraphedPass):
         probs = self._probs[: loop.num_drafts * num_rows * self._vocab_size if loop.sampled else 0]
         probs = probs.view(loop.num_drafts if loop.sampled else 0, num_rows, self._vocab_size)
         outputs = self._work(loop.first, (None,) * len(self._preparers))
+        apart = self._draws[_STEP, :num_rows]
+        drawn_at = (first + 1) * apart if loop.sampled else first
         for step in range(loop.num_drafts):
             if step:
                 positions = first.clone()
@@ -226,14 +229,14 @@ class PassChain(GraphedPass):
                 outputs = self._compute(batch, PassInputs(self._each[:num_rows], states, (None,)))
             token = outputs[2]
             if loop.sampled:
-                noisy, filtered = self._draw(self._widen(outputs[1]), first + (1 + step))
-                token = torch.where(self._draws[_NOISY, :num_rows] > 0, noisy, token)
+                noisy, filtered = self._draw(self._widen(outputs[1]), drawn_at + step)
+                token = torch.where(apart > 0, noisy, token)
                 torch.softmax(filtered, dim=-1, out=probs[step])
             tokens.append(token)
         return torch.stack(tokens), probs
 
     def _draw(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [R] at these positions by the rows' parameters, and the filtered logits [R, V]."""
+        """Tokens [R] at these positions in the noise by the rows' parameters, and the filtered logits [R, V]."""
         from ..kernels.noise.triton import gumbel_argmax
         from ..kernels.sampling.triton import launch_filter
 

@@ -41,11 +41,16 @@ class Stream(enum.IntEnum):
     TARGET = 0
     """Choice of the token. The drafter of a deterministic request uses it too, which couples it to the target."""
     ACCEPT = 1
-    """Accept test of rejection sampling."""
+    """Accept tests of rejection sampling. See `ROUND` for the positions of this stream and of the next two."""
     RESIDUAL = 2
     """Choice from the residual, and of the bonus token, in rejection sampling."""
     DRAFT = 3
     """Drafts that rejection sampling verifies: they must not depend on the noise of the verification."""
+
+
+ROUND = 1 << 10
+"""Factor of a round's first position in the keys of rejection sampling; the index in the round, below this, is added.
+Whether a draft is accepted depends on the drafts after it, so their noise must not serve the next round."""
 
 
 def row_keys(seed_keys: Sequence[int], positions: Sequence[int], stream: Stream) -> Tensor:
@@ -53,7 +58,7 @@ def row_keys(seed_keys: Sequence[int], positions: Sequence[int], stream: Stream)
 
     Args:
         seed_keys: [R] the requests' 64-bit keys; only the low 64 bits of each count, negative ones are fine.
-        positions: [R] absolute index of the token in the sequence.
+        positions: [R] absolute index of the token in the sequence; for rejection sampling see `ROUND`.
         stream: what the noise is for.
 
     Returns:
@@ -121,4 +126,4 @@ def uniform(row_keys: Tensor) -> Tensor:
     return _reference.uniform(row_keys)
 
 
-__all__ = ["Stream", "device_row_keys", "gumbel_argmax", "row_keys", "row_salts", "salted_row_keys", "uniform"]
+__all__ = ["ROUND", "Stream", "device_row_keys", "gumbel_argmax", "row_keys", "row_salts", "salted_row_keys", "uniform"]

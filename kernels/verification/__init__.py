@@ -5,11 +5,13 @@ Request b has k_b drafts and 1 + k_b rows of logits; row j is the distribution p
     greedy:     t_j = argmax_v logits_j[v]
     invariant:  t_j = argmax_v (logits_j[v] - max logits_j) + G_j[v]         G_j: noise, (seed, position + j, TARGET)
                 accept draft j while t_j = d_j;  next token t_a
-    rejection:  accept draft j while u_j q_j(d_j) < p_j(d_j)                 u_j: uniform, (seed, position + j, ACCEPT)
-                next token argmax_v log max(p_a - q_a, 0)[v] + G_a[v]        G_a: noise, (seed, position + a, RESIDUAL)
-                with q_k = 0, and p_a instead if p_a - q_a has no positive part
+    rejection:  w_0 = 1,  w_(j+1) = min(1, w_j p_j(d_j) / q_j(d_j)),  s_j = sum_v max(w_j p_j - q_j, 0)[v],  q_k = 0
+                a: the largest j with u_j (1 - w_j + s_j) < s_j, or 0        u_j: uniform, (seed, round + j, ACCEPT)
+                next token argmax_v log max(w_a p_a - q_a, 0)[v] + G_a[v]    G_a: noise, (seed, round + a, RESIDUAL)
+                p_a instead if w_a p_a - q_a has no positive part            round = position * noise.ROUND
 
-a is the number of accepted drafts. Sources: see `spec_decode/verify/verification.py`.
+a is the number of accepted drafts. Sources: see `spec_decode/verify/verification.py`. A row that no token may follow
+(p_j is NaN) ends its drafts: s_j = w_j. A quotient that is NaN is 0.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor, device, float32
 
 from ..device_outcome import device_tokens, host_ids
 from ..dispatch import use_triton
+from ..noise import ROUND
 from ..staging import upload
 
 # In this package the name `torch` is the module next to this file: `import torch` here would hide it.
@@ -50,7 +53,8 @@ class Requests(NamedTuple):
     seed_keys: Tensor
     """[B]"""
     first_position: Tensor
-    """[B] index in the sequence of the token that the request's first row decides."""
+    """[B] position in the noise of the request's first row: the index in the sequence of the token that it decides,
+    times `position_step`."""
     max_drafts: int
     """Upper bound of `num_drafts`."""
     sampled: bool
@@ -80,11 +84,17 @@ def pack(
     draft_row = np.where(has_probs, np.cumsum(has_probs) - 1, -1)
     mask = (1 << 64) - 1
     seeds = np.array([seed & mask for seed in seed_keys], dtype=np.uint64).view(np.int64)
-    columns = (request, draft_ids, draft_row, first_row, k, np.asarray(rules), seeds, np.asarray(first_positions))
+    first_position = np.asarray(first_positions) * [position_step(rule) for rule in rules]
+    columns = (request, draft_ids, draft_row, first_row, k, np.asarray(rules), seeds, first_position)
     there = upload(target, *(column.astype(np.int64) for column in columns))
     for tokens in device_tokens(zip(first_row.tolist(), drafts, strict=True)):
         tokens.fill(there[1])
     return Requests._make([*there, max(k.tolist(), default=0), any(rule != GREEDY for rule in rules)])
+
+
+def position_step(rule: int) -> int:
+    """Positions in the noise between two tokens of the sequence, for a rule."""
+    return ROUND if rule == REJECTION else 1
 
 
 @lru_cache(256)
@@ -126,4 +136,4 @@ def verify(
     return _reference.verify(logits, draft_probs, requests)
 
 
-__all__ = ["GREEDY", "INVARIANT", "NO_TOKEN", "REJECTION", "Requests", "greedy_rows", "pack", "verify"]
+__all__ = ["GREEDY", "INVARIANT", "NO_TOKEN", "REJECTION", "Requests", "greedy_rows", "pack", "position_step", "verify"]

@@ -67,22 +67,24 @@ def _best_noisy(row, top, key, start, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _best_residual(row, top, total, q, q_end, draft, key, start, end, BLOCK: tl.constexpr):
-    """Argmax of log max(p - q, 0) + G over [start, end), as (value, token).
+def _best_residual(row, top, total, weight, q, q_end, draft, key, start, end, BLOCK: tl.constexpr):
+    """Argmax of log max(w p - q, 0) + G over [start, end), as (value, token), and the sum of max(w p - q, 0).
 
     q is the row at `q`, with zeros from `q_end` on, or one-hot at `draft` if that is a token.
     """
     best, best_token = float("-inf"), 0x7FFFFFFF
+    sums = tl.zeros([BLOCK], tl.float32)
     for first in range(start, end, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         inside = tokens < end
-        p = _probability(tl.load(row + tokens, mask=inside, other=float("-inf")), top, total)
+        p = weight * _probability(tl.load(row + tokens, mask=inside, other=float("-inf")), top, total)
         q_here = tl.load(q + tokens, mask=inside & (tokens < q_end), other=0.0)
         # A failed drafter (q is NaN) has its draft rejected; the token is then a draw from p.
         rest = tl.maximum(p - tl.where(q_here == q_here, q_here, 0.0), 0.0)
         rest = tl.where(inside & (tokens != draft), rest, 0.0)
+        sums += rest
         best, best_token = update_noisy(tl.log(rest), tokens, key, best, best_token)
-    return best, best_token
+    return best, best_token, tl.sum(sums, 0)
 
 
 @triton.jit
@@ -107,23 +109,40 @@ def _gather(values, tokens, rows, valid, num_splits, SPLITS: tl.constexpr, PIECE
 
 
 @triton.jit
-def _accepts(logits, row_stride, rows, is_draft, draft, draft_row, draft_probs, tops, totals, seed, positions, width):
-    """Bool [ROWS]: u q(d) < p(d) for each draft of one request."""
-    x = tl.load(logits + rows * row_stride + draft, mask=is_draft, other=0.0)
-    top = tl.load(tops + rows, mask=is_draft, other=0.0)
-    p = _probability(x, top, tl.load(totals + rows, mask=is_draft, other=1.0))
-    q = tl.load(draft_probs + draft_row * width + draft, mask=is_draft & (draft_row >= 0), other=1.0)
-    return key_uniform(row_key(seed, positions, _ACCEPT)) * q < p
+def _accepts(weights, sums, rows, j, k, seed, positions, num_splits):
+    """Bool [ROWS]: u (1 - w + s) < s for j > 0 drafts of one request."""
+    valid = (j > 0) & (j <= k)
+    weight = tl.load(weights + rows, mask=valid, other=0.0, cache_modifier=".cg")
+    rest = tl.zeros([rows.shape[0]], tl.float32)
+    for split in range(num_splits):
+        rest += tl.load(sums + rows * num_splits + split, mask=valid, other=0.0, cache_modifier=".cg")
+    rest = tl.where((j == k) | (rest != rest), weight, rest)
+    return valid & (key_uniform(row_key(seed, positions, _ACCEPT)) * (1.0 - weight + rest) < rest)
+
+
+@triton.jit
+def _weight(logits, row_stride, first, count, draft_ids, draft_rows, draft_probs, tops, totals, width):
+    """w after the first `count` drafts of one request, a scalar."""
+    weight = 1.0
+    for row in range(first, first + count):
+        draft, q_row = tl.load(draft_ids + row), tl.load(draft_rows + row)
+        p = weight * _probability(
+            tl.load(logits + row * row_stride + draft), tl.load(tops + row), tl.load(totals + row)
+        )
+        q = tl.load(draft_probs + q_row * width + draft, mask=q_row >= 0, other=1.0)
+        # All are false for NaN.
+        weight = tl.where(p > 0.0, tl.where(p >= q, 1.0, tl.where(p < q, tl.div_rn(p, q), 0.0)), 0.0)
+    return weight
 
 
 @triton.jit
 def _decide(
     logits,
-    draft_probs,
+    weights,
+    sums,
     tops,
     totals,
     draft_ids,
-    draft_rows,
     values,
     tokens,
     out_tokens,
@@ -146,18 +165,15 @@ def _decide(
     best, chosen = _gather(values, tokens, rows, j <= k, num_splits, SPLITS, PIECE)
     draft = tl.load(draft_ids + rows, mask=j < k, other=-1)
     if rule == _REJECTION:
-        q_row = tl.load(draft_rows + rows, mask=j < k, other=-1)
-        right = _accepts(
-            logits, row_stride, rows, j < k, draft, q_row, draft_probs, tops, totals, seed, position + j, num_tokens
-        )
-        accepted = tl.min(tl.where((j < k) & right, ROWS, j), 0)
+        accepts = _accepts(weights, sums, rows, j, k, seed, position + j, num_splits)
+        accepted = tl.max(tl.where(accepts, j, 0), 0)
         if tl.max(tl.where(j == accepted, best, float("-inf")), 0) == float("-inf"):
             # p - q has no positive part: the token is a draw from p.
             row = first + accepted
             key = row_key(seed, position + accepted, _RESIDUAL)
             top, total = tl.load(tops + row), tl.load(totals + row)
             source = logits + row * row_stride
-            _, token = _best_residual(source, top, total, draft_probs, 0, -1, key, 0, num_tokens, BLOCK)
+            _, token, _ = _best_residual(source, top, total, 1.0, source, 0, -1, key, 0, num_tokens, BLOCK)
             chosen = tl.where(j == accepted, tl.minimum(token, num_tokens - 1), chosen)
     else:
         accepted = tl.min(tl.where((j < k) & (draft == chosen), ROWS, j), 0)
@@ -182,6 +198,8 @@ def _verify_kernel(
     first_positions,
     values,
     tokens,
+    weights,
+    sums,
     finished,
     out_tokens,
     out_accepted,
@@ -204,10 +222,15 @@ def _verify_kernel(
         if rule == _REJECTION:
             draft, q_row = tl.load(draft_ids + row), tl.load(draft_rows + row)
             q, q_end = draft_probs + tl.maximum(q_row, 0) * num_tokens, tl.where(q_row >= 0, num_tokens, 0)
+            tables = (draft_ids, draft_rows, draft_probs, tops, totals)
+            weight = _weight(logits, row_stride, first, row - first, *tables, num_tokens)
+            tl.store(weights + row, weight)  # every chunk stores the same
+            weight = tl.where(draft < 0, 1.0, weight)
             draft = tl.where(q_row >= 0, -1, draft)
             key = row_key(seed, position + row - first, _RESIDUAL)
             top, total = tl.load(tops + row), tl.load(totals + row)
-            best, token = _best_residual(source, top, total, q, q_end, draft, key, start, end, BLOCK)
+            best, token, rest = _best_residual(source, top, total, weight, q, q_end, draft, key, start, end, BLOCK)
+            tl.store(sums + row * num_splits + split, rest)
         elif rule == _INVARIANT:
             key = row_key(seed, position + row - first, _TARGET)
             best, token = _best_noisy(source, tl.load(tops + row), key, start, end, BLOCK)
@@ -218,10 +241,10 @@ def _verify_kernel(
         tl.debug_barrier()
         if tl.atomic_add(finished + request, 1, sem="acq_rel") == (k + 1) * num_splits - 1:
             tl.store(finished + request, 0)
-            tables = (logits, draft_probs, tops, totals, draft_ids, draft_rows, values, tokens, out_tokens)
+            results = (logits, weights, sums, tops, totals, draft_ids, values, tokens, out_tokens)
             of_request = (first, k, rule, seed, position)
             sizes = (num_tokens, row_stride, num_splits)
-            accepted = _decide(*tables, *of_request, *sizes, BLOCK=BLOCK, ROWS=ROWS, SPLITS=SPLITS, PIECE=PIECE)
+            accepted = _decide(*results, *of_request, *sizes, BLOCK=BLOCK, ROWS=ROWS, SPLITS=SPLITS, PIECE=PIECE)
             tl.store(out_accepted + request, accepted.to(tl.int64))
 
 
@@ -246,6 +269,8 @@ def verify(
     num_splits = triton.cdiv(num_tokens, chunk)
     values = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(num_rows, num_splits, dtype=torch.float32, device=logits.device)
     out_tokens = torch.full((num_rows,), -1, dtype=torch.int64, device=logits.device)
     accepted = torch.empty(num_requests, dtype=torch.int64, device=logits.device)
     if num_rows:
@@ -256,6 +281,8 @@ def verify(
             *requests[:-2],
             values,
             tokens,
+            weights,
+            sums,
             _counters(logits.device, max(1024, triton.next_power_of_2(num_requests))),
             out_tokens,
             accepted,
@@ -279,7 +306,7 @@ def _constants(max_drafts: int) -> dict[str, int]:
 def compile_cases() -> list[CompileCase]:
     """Cases of the kernel: up to 31 drafts, and more."""
     described = "request_of_row draft_ids draft_rows first_rows num_drafts rules seed_keys first_positions"
-    types = {"logits draft_probs tops totals values": "*fp32", "tokens finished": "*i32"}
+    types = {"logits draft_probs tops totals values weights sums": "*fp32", "tokens finished": "*i32"}
     types |= {f"{described} out_tokens out_accepted": "*i64"}
     return [
         make_case(

@@ -29,6 +29,8 @@ class Drafts(NamedTuple):
     """True if a grammar allows no other tokens; they are verified whether or not a drafter is in use."""
     drafter: int = 0
     """Index of the drafter that made them, in `EngineStats.drafters`."""
+    match_length: int = 0
+    """Tokens at the end of the sequence that occurred before these drafts elsewhere, of prompt lookup; 0: unknown."""
 
     def truncated(self, k: int) -> Drafts:
         """The first `k` drafts."""

@@ -8,7 +8,9 @@
    are maximal (`goodput`); if that gains less than a margin over no drafts, nothing is drafted.
 4. An adapter whose requests get no drafts, or whose fallback is better, retries a drafter now and then; all trials
    together take at most about one per cent of the time (`adapters`).
-5. If steps take less than 3 ms the choice is made about once a second for all rows of an adapter in a class of batch
+5. After the step prompt lookup is asked before the first drafter: drafts after a match are verified instead if more of
+   them are expected to be right (`matches`).
+6. If steps take less than 3 ms the choice is made about once a second for all rows of an adapter in a class of batch
    sizes, since a choice in each step would cost more than it gains.
 
 6. The drafts that were made have a confidence of the drafter's own. A fit of it to each adapter's verified drafts

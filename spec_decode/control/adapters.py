@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...platform.core.batch import RowPlan
-from ...platform.core.request import Request
+from ...platform.core.request import Drafts, Request
 from ...platform.core.speculative_config import MAX_DRAFTS
 from .acceptance import (
     ADAPTER_MEMORY,
@@ -21,6 +21,7 @@ from .acceptance import (
 )
 from .confidence import ConfidenceFit
 from .goodput import Offer
+from .matches import Match, MatchRates
 
 MAX_ADAPTERS = 4096
 """Number of adapters that are remembered, least recently used dropped first. One takes some kilobytes."""
@@ -48,6 +49,19 @@ def adapter_key(request: Request) -> AdapterKey:
     return AdapterKey(request.text_namespace[1], request.params.greedy)
 
 
+class DrafterTraits(NamedTuple):
+    """Traits of a drafter for the policy."""
+
+    name: str
+    max_drafts: int
+    """Most drafts of a row."""
+    first_rate: float
+    """Expected acceptance before any draft was verified."""
+    is_free: bool = False
+    """True if its drafts take next to no time, and have a confidence: as many as may be are made in each step, and
+    chosen afterwards."""
+
+
 class TrialSchedule:
     """Schedule of the trials of a drafter that an adapter does not use."""
 
@@ -67,7 +81,7 @@ class AdapterState:
     """One adapter's estimates and choices."""
 
     __slots__ = (
-        "_first", "after", "counts", "drafter", "fits", "num_drafts",
+        "_first", "after", "counts", "drafter", "fits", "matches", "num_drafts",
         "trial_cost", "trial_drafter", "trial_rows", "trials",
     )  # fmt: skip
 
@@ -79,6 +93,7 @@ class AdapterState:
         self.after = [[AcceptanceRate(ADAPTER_MEMORY) for _ in (False, True)] for _ in first_rates]
         """[drafter][is_right] rates of the rounds that follow a round whose drafts were not all right, and one whose
         drafts were."""
+        self.matches = MatchRates()
         self.drafter = 0
         """The drafter in use."""
         self.num_drafts: dict[int, int] = {}
@@ -137,6 +152,7 @@ class RowState:
         "drafter",
         "is_right",
         "lag",
+        "match",
         "num_drafts",
         "num_unseen",
         "proposed_by",
@@ -157,6 +173,8 @@ class RowState:
         """Numbers of these drafts: requested, and made. Drafts that are not worth verifying count as not made."""
         self.confidence: Sequence[float] = ()
         """`Drafts.confidence` of these drafts, if it was read."""
+        self.match: Match | None = None
+        """The last match that was found for it."""
         self.trial_rounds = 0
         """Remaining rounds of its trial."""
         self.lag = 0
@@ -169,6 +187,34 @@ class RowState:
         lag = row.end - row.num_drafts - row.request.num_draft_computed
         self.lag = lag if lag >= LEAST_LAG else 0
         self.num_unseen = max(self.lag, row.request.num_prompt_tokens)
+
+    @property
+    def copies(self) -> bool:
+        """True if all of its last drafts were right, and its next step verifies those of a match."""
+        return self.is_right and self.match is not None and self.match.is_used
+
+    def prefers(self, drafts: Drafts, tokens: Sequence[int], num_drafts: int) -> bool:
+        """Record prompt lookup's `drafts` after the request's `tokens`, and return whether more of them are expected to
+        be right than of `num_drafts` of its own drafter."""
+        matches, before = self.adapter.matches, self.match
+        if before is not None:
+            matches.compare(before, tokens)
+        self.match = None
+        if not drafts.match_length or self.trial_rounds:
+            return False
+        self.match = Match(len(tokens), drafts.token_ids, drafts.match_length)
+        right = matches.expected(drafts.match_length, len(drafts.token_ids))
+        self.match.is_used = right > sum(self.offer(num_drafts).survival)
+        return self.match.is_used
+
+    def next_offer(self, limit: int, drafters: Sequence[DrafterTraits]) -> Offer:
+        """Offer of at most `limit` drafts: of its drafter, or of the match that its next step verifies if the request
+        copies text."""
+        if self.drafter or not self.copies:
+            return self.offer(min(limit, drafters[self.drafter].max_drafts))
+        assert self.match is not None
+        length = self.match.length + len(self.match.token_ids)
+        return Offer(1, self.adapter.matches.survival(length, min(limit, drafters[1].max_drafts)))
 
     def offer(self, count: int) -> Offer:
         """Offer of at most `count` drafts by its drafter."""

@@ -26,10 +26,19 @@ def is_decode(row: RowPlan) -> bool:
     return row.samples and row.num_tokens == 1 + row.num_drafts and row.start >= row.request.num_prompt_tokens
 
 
+def is_overridden(row: RowPlan) -> bool:
+    """True if prompt lookup made the drafts after a row that were planned for the first drafter."""
+    return row.request.drafts.drafter > row.drafter
+
+
 def asked_after(rows: Sequence[RowPlan], states: Mapping[Request, RowState]) -> Asked | None:
-    """Drafts requested after a step of these rows; None if two drafters are used."""
+    """Drafts requested after a step of these rows, but for those that prompt lookup made instead; None if two drafters
+    are used, or prompt lookup made all."""
     asked: dict[int, int] = {}
-    for row in rows:
+    made = [row for row in rows if not is_overridden(row)]
+    if len(made) < len(rows) and not any(row.max_new_drafts for row in made):
+        return None
+    for row in made:
         if row.max_new_drafts > asked.get(row.drafter, 0):
             asked[row.drafter] = row.max_new_drafts
     if not asked:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ...platform.core.request import NO_DRAFTS
+from ...platform.core.request import NO_DRAFTS, Drafts, Request
 from ..drafters.base import Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
 
 if TYPE_CHECKING:
@@ -13,11 +13,19 @@ if TYPE_CHECKING:
     from ..learning.learner import Learner
 
 
-class DrafterGroup(Drafter):
-    """The first drafter may own layers and draft on the device; the others are fallbacks on the host."""
+PrefersMatch = Callable[[Request, Drafts, int], bool]
+"""`SpeculationPolicy.prefers_match`; its second argument may be no drafts."""
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
+
+class DrafterGroup(Drafter):
+    """The first drafter may own layers and draft on the device; the others are fallbacks on the host. Long matches of
+    the second one are verified instead of the first one's drafts."""
+
+    def __init__(self, drafters: Sequence[Drafter], prefers_match: PrefersMatch | None = None) -> None:
+        """`prefers_match`: decides for which rows of the first drafter the second one's drafts are verified instead;
+        None: for no row."""
         self._drafters = drafters
+        self._prefers_match = prefers_match
         self._first = drafters[0]
         self._lags = self._first.needs.lags
 
@@ -35,6 +43,8 @@ class DrafterGroup(Drafter):
         each; a fallback sees only its own rows. On the device the first drafter drafts for all."""
         if target.on_device is not None:
             return self._first.propose(rows, target)
+        matched = self._matches(rows, target)
+        rows = [row._replace(max_drafts=0) if at in matched else row for at, row in enumerate(rows)]
         results: list[Proposal] = []
         for index, drafter in enumerate(self._drafters):
             asking = [at for at, row in enumerate(rows) if row.max_drafts and row.drafter == index]
@@ -43,14 +53,29 @@ class DrafterGroup(Drafter):
                 if index == 0:
                     results = [Proposal(NO_DRAFTS, self._num_draft_computed(row)) for row in rows]
             elif index == 0:
-                own = [row if row.drafter == 0 else row._replace(max_drafts=0) for row in rows]
+                most = self._first.needs.max_drafts
+                own = [row._replace(max_drafts=0 if row.drafter else min(row.max_drafts, most)) for row in rows]
                 results = drafter.propose(own, target)
             else:
                 found = drafter.propose([rows[at] for at in asking], target)
                 for at, proposal in zip(asking, found, strict=True):
                     drafts = proposal.drafts._replace(drafter=index)
                     results[at] = Proposal(drafts, results[at].num_draft_computed)
+        for at, drafts in matched.items():
+            results[at] = Proposal(drafts, results[at].num_draft_computed)
         return results
+
+    def _matches(self, rows: Sequence[DraftRow], target: TargetOutput) -> dict[int, Drafts]:
+        """Drafts of the second drafter that are verified instead of the first one's, by row."""
+        asking = [at for at, row in enumerate(rows) if row.max_drafts and row.sampled and row.drafter == 0]
+        if self._prefers_match is None or not asking:
+            return {}
+        found = self._drafters[1].propose([rows[at] for at in asking], target)
+        return {
+            at: proposal.drafts._replace(drafter=1)
+            for at, proposal in zip(asking, found, strict=True)
+            if self._prefers_match(rows[at].request, proposal.drafts, rows[at].max_drafts)
+        }
 
     def _num_draft_computed(self, row: DraftRow) -> int:
         return row.num_draft_valid if self._lags else len(row.tokens)

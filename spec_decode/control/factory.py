@@ -11,9 +11,10 @@ from ..drafters.base import Drafter
 from ..drafters.corpus import load_corpora
 from ..drafters.factory import DrafterContext, make_drafter
 from ..drafters.ngram import NgramDrafter
+from .adapters import DrafterTraits
 from .costs import Padded
 from .drafter_group import DrafterGroup
-from .policy import DrafterTraits, SpeculationPolicy
+from .policy import SpeculationPolicy
 
 _LOOKUP_MIN = 2
 """Tokens that must repeat for the fallback to draft: a match of one token is rarely right if the network is wrong."""
@@ -52,4 +53,5 @@ def make_speculation(
     corpora = load_corpora(config, context)
     fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True, corpora=corpora)
     traits.append(DrafterTraits("ngram", most, _LOOKUP_RATE))
-    return Speculation(DrafterGroup([drafter, fallback]), SpeculationPolicy(traits, padded=padded))
+    policy = SpeculationPolicy(traits, padded=padded)
+    return Speculation(DrafterGroup([drafter, fallback], policy.prefers_match), policy)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from ...platform.core.batch import RowPlan, StepPlan, StepResult
-from ...platform.core.request import NO_DRAFTS, Request, Status
+from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from .acceptance import AcceptanceRate
-from .adapters import AdapterState, AdapterStates, RowState
-from .asked import Asked, asked_after, is_decode
+from .adapters import AdapterState, AdapterStates, DrafterTraits, RowState
+from .asked import Asked, asked_after, is_decode, is_overridden
 from .costs import DraftCosts, Padded, StepCosts, size_class
 from .goodput import DraftPrice, StepPrices, best_plan, draft_price
 from .trials import Trials, is_on_trial
@@ -49,19 +48,6 @@ drafts' confidence is too low gets no other results."""
 PRICED_DRAFTS = 4
 """Drafts of a row over which the time that drafts add to a step is shared, to price one: the first of a step costs more
 than each further one."""
-
-
-class DrafterTraits(NamedTuple):
-    """Traits of a drafter for the policy."""
-
-    name: str
-    max_drafts: int
-    """Most drafts of a row."""
-    first_rate: float
-    """Expected acceptance before any draft was verified."""
-    is_free: bool = False
-    """True if its drafts take next to no time, and have a confidence: as many as may be are made in each step, and
-    chosen afterwards."""
 
 
 class SpeculationPolicy:
@@ -165,7 +151,7 @@ class SpeculationPolicy:
             if state.trial_rounds:
                 continue
             state.drafter = state.adapter.drafter
-            offers.append(state.offer(min(limit, self._drafters[state.drafter].max_drafts)))
+            offers.append(state.next_offer(limit, self._drafters))
             rated.append(state)
         prices = self._prices(num_rows, offering)
         plan = best_plan(offers, prices, num_rows, fair=not requests_wait)
@@ -206,6 +192,12 @@ class SpeculationPolicy:
                 if not state.trial_rounds:
                     state.drafter, state.num_drafts = adapter.drafter, adapter.num_drafts[rows]
         self._decide_at = self._class_due[rows][0]
+
+    def prefers_match(self, request: Request, drafts: Drafts, num_drafts: int) -> bool:
+        """Return whether `drafts` of prompt lookup are verified instead of the first drafter's, of which `num_drafts`
+        are planned. Called after a step, for each request that the first drafter may draft for; see `matches`."""
+        state = self._rows.get(request)
+        return state is not None and self._held is None and state.prefers(drafts, request.tokens, num_drafts)
 
     def _prices(self, num_rows: int, offering: Sequence[tuple[RowState, int]]) -> StepPrices:
         """Prices of rounds. The first drafter catches up with each request once, which its rounds share."""
@@ -318,14 +310,14 @@ class SpeculationPolicy:
                     asked = made = 0
                 elif row.num_drafts != made:  # no room for all, or a row planned before its request ended
                     asked = made = row.num_drafts
-                if asked:
+                if asked and state.proposed_by >= 0:
                     for counts in _counts_of(state, state.proposed_by):
                         counts.add_round(asked, made, got.num_accepted)
                     fit, confidence = state.adapter.fits[state.proposed_by], state.confidence[:made]
                     fit.add_round(confidence, min(got.num_accepted, made))
                 state.is_right = 0 < row.num_drafts == got.num_accepted
             if row.max_new_drafts:
-                state.proposed_by = row.drafter
+                state.proposed_by = -1 if is_overridden(row) else row.drafter
             self._leave_out(state, row.request)
             state.asked = (0, 0) if got.is_deferred else (row.max_new_drafts, len(row.request.drafts.token_ids))
             if state.trial_rounds and row.samples:

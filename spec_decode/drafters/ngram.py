@@ -19,6 +19,8 @@ from .factory import DrafterContext
 
 _FEW_PLACES = 24
 """Earlier positions of the last tokens that are checked one by one."""
+_LONGEST = 32
+"""Most tokens of a match that are counted."""
 _FEWEST = 3
 """Drafts after the shortest match: on the 494M model verifying one takes a quarter of a step more, and each further one
 a twentieth, so one alone gains nothing."""
@@ -170,7 +172,7 @@ class NgramDrafter(Drafter):
             return NO_DRAFTS
         length = 1
         if self._by_match:
-            length = history.match_length(start, count // 2 + 1)
+            length = history.match_length(start, max(_LONGEST, count // 2 + 1))
             count = min(count, max(_FEWEST, 2 * length - 1))
         period = history.tokens[start : start + count]
         repeats = -(-count // len(period))
@@ -179,9 +181,12 @@ class NgramDrafter(Drafter):
     def _rated(self, row: DraftRow, drafts: list[int], length: int) -> Drafts:
         """Drafts after a match of `length` tokens, with their confidence: after n equal tokens n / (n + 1), odds of n
         to 1. Each right draft makes the match longer."""
-        if not (row.is_rated and self._by_match):
+        if not self._by_match:
             return Drafts(drafts)
-        return Drafts(drafts, confidence=[n / (n + 1) for n in range(length, length + len(drafts))])
+        if not row.is_rated:
+            return Drafts(drafts, match_length=length)
+        confidence = [n / (n + 1) for n in range(length, length + len(drafts))]
+        return Drafts(drafts, confidence=confidence, match_length=length)
 
     def _from_corpora(self, row: DraftRow, least: int) -> Drafts | None:
         """Drafts after a match of at least `least` tokens in the corpora; None without one."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.device_outcome import DeviceIds, DeviceTokens, OnDevice, device_tokens
-from ...kernels.noise import Stream, device_row_keys, gumbel_argmax, row_keys
+from ...kernels.noise import ROUND, Stream, device_row_keys, gumbel_argmax, row_keys
 from ...kernels.sampling import filter_logits, most_likely, row_stats
 from ...kernels.staging import to_device
 from ...models.pass_chain import Drawn, Draws
@@ -259,17 +259,18 @@ def _sample(sequences: Sequence[Drafting], logits: Tensor, overshoot: Tensor | N
     if independent:
         index = to_device(np.array(independent), logits.device)
         q = logits[index].softmax(dim=-1)
-        picked = [seeds[i] for i in independent], [positions[i] for i in independent]
+        picked = [seeds[i] for i in independent], [_draft_position(sequences[i]) for i in independent]
         if overshoot is None:
-            # Rated rows have other noise in each round. Drafts after a rejected one influence how many are verified
-            # later, and their positions are drafted again: the same noise would tie both together.
-            rows = [sequences[i].row for i in independent]
-            of_round = [row.request.seed_key + row.is_rated * len(row.tokens) for row in rows]
-            keys = to_device(row_keys(of_round, picked[1], Stream.DRAFT).numpy(), q.device)
+            keys = to_device(row_keys(*picked, Stream.DRAFT).numpy(), q.device)
         else:
-            places = to_device(np.array(picked[1]), q.device) - overshoot[index]
+            places = to_device(np.array(picked[1]), q.device) - overshoot[index] * ROUND
             keys = device_row_keys(picked[0], places, Stream.DRAFT)
         tokens[index] = gumbel_argmax(q.log(), keys)
         for i, probs in zip(independent, q, strict=True):
             sequences[i].draft_probs.append(probs)
     return tokens
+
+
+def _draft_position(sequence: Drafting) -> int:
+    """Position in the stream of drafts of a sequence's next draft."""
+    return len(sequence.row.tokens) * ROUND + sequence.num_drafts

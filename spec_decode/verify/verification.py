@@ -6,10 +6,15 @@ just its distribution, is the same for every drafter and every k. A drafter that
 q is right with probability >= (1 - TV(p, q)) / (1 + TV(p, q)).
     Daliri, Musco, Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 
-Rejection sampling (the rest): accept draft d ~ q with probability min(1, p(d) / q(d)); at the first rejection draw from
-norm(max(p - q, 0)) instead; when all are accepted, one more token from p. A draft is right with probability 1 - TV.
-    Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1.
-    Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative Sampling", algorithm 2.
+Rejection sampling (the rest), of all drafts d_j ~ q_j of a request together. With w_0 = 1 and w_(j+1) = min(1, w_j
+p_j(d_j) / q_j(d_j)), accept the largest number a of drafts that passes a test; then draw from norm(max(w_a p_a - q_a,
+0)), or, when all are accepted, from p. In expectation no fewer drafts are accepted than token by token (Leviathan,
+Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding"). One draft is right with
+probability 1 - TV. Certain drafts (q is one-hot): the first j are right with probability w_j under both rules.
+    Sun et al. 2024, "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), algorithm 2.
+Against token by token, with the p, q and drafts of runs at temperature 1, tokens of a verification rose by 0.7% (4
+drafts) and 1.0% (8) with the demo's draft model, of which 1.3 and 1.4 were right, and by 1.6% and 3.6% with
+SmolLM2-135M drafted by its own int4 weights, of which 3.6 and 6.6 were.
 
 A request with k drafts brings 1 + k rows of logits: row j is the distribution p of the token after j drafts, after
 every sampling parameter (penalties at row j count the drafts before j). Rows of requests with different k and different
@@ -23,10 +28,12 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels import verification as kernel
+from ...kernels.staging import to_device
 from ...platform.core.request import Request
 
 
@@ -134,6 +141,9 @@ def choose(
         target=logits.device,
     )
     if overshoot is not None:
+        steps = [kernel.position_step(_RULES[row.rule]) for row in rows]
+        if max(steps) > 1:
+            overshoot = overshoot * to_device(np.array(steps), overshoot.device)
         requests.first_position.sub_(overshoot)
     return Choices(*kernel.verify(logits, torch.cat(probs) if probs else None, requests, stats))
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from outrider.platform.core.batch import RowPlan, RowResult, StepPlan, StepResult
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.control.policy import DrafterTraits, SpeculationPolicy
+from outrider.spec_decode.control.adapters import DrafterTraits
+from outrider.spec_decode.control.policy import SpeculationPolicy
 
 MAX_DRAFTS = 8
 HOST = 0.3  # milliseconds of the host between two steps

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from outrider.platform.core.batch import RowPlan, RowResult, StepPlan, StepResult
 from outrider.platform.core.request import NO_DRAFTS, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.control.policy import DrafterTraits, SpeculationPolicy
+from outrider.spec_decode.control.adapters import DrafterTraits
+from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
 from outrider.spec_decode.drafters.ngram import NgramDrafter
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.kernels.noise import Stream, row_keys
+from outrider.kernels.noise import ROUND, Stream, row_keys
 from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.models.attention.torch import TorchAttention
@@ -131,8 +131,8 @@ def test_sampled_drafts_and_their_distribution(target, make, method, options, ru
         tokens = list(sequence.request.tokens)
         for i, logits in enumerate(head.logits(tokens, ids)):
             filtered = filter_logits(logits[None].float(), [0.8], [30], [0.9], [0.01])
-            stream = Stream.DRAFT if rule == "independent" else Stream.TARGET
-            noise = gumbel(row_keys([sequence.request.seed_key], [len(tokens) + i], stream), filtered.shape[1])
+            stream, step = (Stream.DRAFT, ROUND) if rule == "independent" else (Stream.TARGET, 1)
+            noise = gumbel(row_keys([sequence.request.seed_key], [len(tokens) * step + i], stream), filtered.shape[1])
             assert ids[i] == int((filtered.log_softmax(-1) + noise).argmax())
             if rule == "independent":
                 torch.testing.assert_close(probs[i], filtered.softmax(-1)[0], atol=1e-4, rtol=1e-3)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from outrider.kernels.noise import Stream, row_keys
+from outrider.kernels.noise import ROUND, Stream, row_keys
 from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.models.batch import KVLayerSpec, LayerKV, allocate_kv
@@ -282,10 +282,11 @@ def test_independent_drafts_come_with_their_distribution(draft: Draft) -> None:
     proposal = engine.step(sequence, 3)
     assert proposal.drafts.probs.shape == (3, VOCAB)
     tokens = list(sequence.request.tokens)
-    for token, q in zip(proposal.drafts.token_ids, proposal.drafts.probs, strict=True):
+    first = len(tokens) * ROUND
+    for i, (token, q) in enumerate(zip(proposal.drafts.token_ids, proposal.drafts.probs, strict=True)):
         expected = filter_logits(draft.logits(tokens)[None], [0.8], [30], [0.9], [0.01]).softmax(-1)[0]
         assert torch.allclose(q, expected, atol=1e-5)
-        noise = gumbel(row_keys([sequence.request.seed_key], [len(tokens)], Stream.DRAFT), VOCAB)[0]
+        noise = gumbel(row_keys([sequence.request.seed_key], [first + i], Stream.DRAFT), VOCAB)[0]
         assert token == (q.log() + noise).argmax().item()
         tokens.append(token)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.kernels import rms_norm
-from outrider.kernels.noise import Stream, row_keys
+from outrider.kernels.noise import ROUND, Stream, row_keys
 from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.models.layers import norm
@@ -142,8 +142,8 @@ def test_sampled_drafts_and_their_distribution(target, make_head, load_head, met
         tokens = list(sequence.request.tokens)
         for i, logits in enumerate(head.logits(tokens, ids)):
             filtered = filter_logits(logits[None].clone(), [0.8], [30], [0.9], [0.01])
-            stream = Stream.DRAFT if rule == "independent" else Stream.TARGET
-            noise = gumbel(row_keys([sequence.request.seed_key], [len(tokens) + i], stream), target.vocab_size)
+            stream, step = (Stream.DRAFT, ROUND) if rule == "independent" else (Stream.TARGET, 1)
+            noise = gumbel(row_keys([sequence.request.seed_key], [len(tokens) * step + i], stream), target.vocab_size)
             scores = (filtered.log_softmax(-1) + noise)[0]
             assert scores[ids[i]] >= scores.max() - 1e-4
             if rule == "independent":

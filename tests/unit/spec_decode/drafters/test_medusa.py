@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from outrider.kernels.noise import Stream, row_keys
+from outrider.kernels.noise import ROUND, Stream, row_keys
 from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError, UnsupportedModelError
@@ -125,8 +125,8 @@ def test_sampled_drafts_and_their_distribution(load, rule):
     check(w, 1, greedy, hidden[3])
     for i, token in enumerate(sampled.drafts.token_ids):
         filtered = filter_logits(logits(w, i, 1, hidden[7])[None], [0.8], [30], [0.9], [0.01])
-        stream = Stream.DRAFT if rule == "independent" else Stream.TARGET
-        noise = gumbel(row_keys([77], [5 + i], stream), VOCAB)
+        stream, step = (Stream.DRAFT, ROUND) if rule == "independent" else (Stream.TARGET, 1)
+        noise = gumbel(row_keys([77], [5 * step + i], stream), VOCAB)
         scores = (filtered.log_softmax(-1) + noise)[0]
         assert scores[token] >= scores.max() - 1e-4
         if rule == "independent":

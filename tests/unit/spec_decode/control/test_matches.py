@@ -1,0 +1,77 @@
+"""Matches of prompt lookup instead of neural drafts: by what followed matches of each length, used or not."""
+
+import pytest
+
+from outrider.platform.core.batch import RowPlan
+from outrider.platform.core.request import Drafts, Request, Status
+from outrider.platform.core.sampling_params import SamplingParams
+from outrider.spec_decode.control.adapters import DrafterTraits
+from outrider.spec_decode.control.policy import SpeculationPolicy
+from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
+from outrider.spec_decode.drafters.ngram import NgramDrafter
+
+NUM_NEURAL = 4
+
+
+class Text:
+    """One request, whose text continues matches as they say, or not."""
+
+    def __init__(self, digest: bytes = b"") -> None:
+        self.policy = SpeculationPolicy([DrafterTraits("head", 4, 0.5), DrafterTraits("ngram", 16, 0.5)], lambda: 0.0)
+        self.begin(digest)
+
+    def begin(self, digest: bytes) -> None:
+        self.request = Request("r", [0] * 8, 8, SamplingParams(), seed_key=1)
+        self.request.text_namespace, self.request.status = (b"", digest), Status.RUNNING
+        self.policy.choose([RowPlan(self.request, 7, 1, 0, True, NUM_NEURAL)])
+
+    def step(self, length: int, is_right: bool) -> bool:
+        """Decide about four drafts after a match of `length` tokens; then the text follows. Returns the decision."""
+        decided = self.policy.prefers_match(self.request, Drafts([5, 6, 7, 8], match_length=length), NUM_NEURAL)
+        self.request.tokens += [5, 6, 7, 8, 9] if is_right else [1]
+        return decided
+
+
+def test_a_long_match_is_preferred_and_a_short_one_is_not() -> None:
+    text = Text()
+    assert text.step(9, is_right=True)
+    assert not text.step(1, is_right=True)
+    assert not text.policy.prefers_match(text.request, Drafts([]), NUM_NEURAL)
+
+
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_what_follows_decides_for_each_length(length: int) -> None:
+    """Also of drafts that were not verified, so a length recovers."""
+    text, other = Text(), 5
+    before = text.step(other, is_right=True)
+    for _ in range(30):
+        text.step(length, is_right=False)
+    assert not text.step(length, is_right=False)
+    for _ in range(60):
+        text.step(length, is_right=True)
+    assert text.step(length, is_right=True)
+    assert text.step(other, is_right=True) is before
+
+
+def test_other_adapters_have_their_own_rates() -> None:
+    text = Text()
+    for _ in range(40):
+        text.step(9, is_right=False)
+    assert not text.step(9, is_right=False)
+    text.begin(b"another")
+    assert text.step(9, is_right=True)
+
+
+def test_nothing_is_overridden_while_costs_are_measured() -> None:
+    text = Text()
+    text.policy.hold(0, 4)
+    assert not text.step(9, is_right=True)
+
+
+def test_prompt_lookup_reports_how_many_tokens_matched() -> None:
+    request = Request("r", [1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 7], 15, SamplingParams(), seed_key=1)
+    request.status = Status.RUNNING
+    row = DraftRow(request, request.tokens, 14, 15, 3, (), sampled=True)
+    [proposal] = NgramDrafter(2, 5, by_match=True).propose([row], TargetOutput())
+    assert list(proposal.drafts.token_ids) == [9, 1, 2]
+    assert proposal.drafts.match_length == 7
