@@ -352,6 +352,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-adapters": speculation_adapters,
     "speculation-batches": lambda: by_batch_size(is_demo=False),
     "speculation-demo": lambda: by_batch_size(is_demo=True),
+    "speculation-real": lambda: written_table("speculation-smollm2", "drafters"),
+    "speculation-real-batches": lambda: written_table("speculation-smollm2", "batches"),
     "controller": controller,
     "families": families,
     "fleet": lambda: written_table("fleet", "fleet"),

@@ -198,6 +198,29 @@ class SpeculationEntry:
 
 
 @dataclass(slots=True)
+class LearningEntry:
+    """State of the draft weights that are learnt from one tenant's requests for one adapter."""
+
+    adapter: str
+    """Its name in their first request; "" for the base model."""
+    tenant: str
+    digest: str
+    """Digest of the learnt weights in use, in hex; "" while the adapter's own are used."""
+    num_versions: int
+    """Versions that have been in use."""
+    num_dropped: int
+    """Those of them that were dropped because acceptance fell."""
+    acceptance: float
+    """Share of first drafts that were accepted under the weights in use."""
+    acceptance_before: float | None
+    """The same of the weights before them; None: too few were verified."""
+    num_bytes: int
+    """Bytes of recorded traffic."""
+    failed: bool
+    """True if an error has ended the training."""
+
+
+@dataclass(slots=True)
 class TokenDelta:
     """Tokens that one step added to one sequence. Exactly one delta of a sequence has a `finish_reason` or an `error`:
     its last."""
@@ -284,6 +307,8 @@ class EngineStats:
     """Methods of the drafters: the configured one, then its fallback if there is one."""
     speculation: list[SpeculationEntry] = field(default_factory=list)
     """Counts for each adapter and tenant whose requests may have drafts."""
+    learning: list[LearningEntry] = field(default_factory=list)
+    """Pairs of adapter and tenant whose draft weights learn, the least recently used first."""
     adapters: list[AdapterInfo] = field(default_factory=list)
     """Registered adapters that are in memory or in use; the others are on disk and cost nothing."""
     num_adapters: int = 0

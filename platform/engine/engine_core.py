@@ -58,6 +58,7 @@ class EngineCore:
         self._host = parts.host
         self.learner = parts.learner
         """Trains draft weights of tenants that opted in; None: none did."""
+        self._learns = True  # False while it sleeps
         self._num_added = 0
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
@@ -101,7 +102,7 @@ class EngineCore:
         Returns:
             Seconds until the next slice may start; None: there is nothing to train now.
         """
-        if self.learner is None or self.scheduler.num_waiting:
+        if self.learner is None or not self._learns or self.scheduler.num_waiting:
             return None
         if self.scheduler.num_running > self.learner.max_running:
             return None
@@ -119,6 +120,7 @@ class EngineCore:
             sequences are unaffected.
         """
         self._check(request)
+        self._learns = True
         self._num_added += 1
         seed = request.params.seed
         sequence = Request(
@@ -168,6 +170,7 @@ class EngineCore:
             kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
             drafters=[] if self._config.speculative is None else list(self._config.speculative.drafters),
             speculation=self._speculation.entries(),
+            learning=[] if self.learner is None else self.learner.states(),
             adapters=adapters.adapters,
             running_adapters=adapters.running,
             waiting_adapters=adapters.waiting,
@@ -194,13 +197,14 @@ class EngineCore:
 
     def release_memory(self) -> None:
         """Return the memory of KV blocks, the host's too, to the system, on a CPU; it is allocated again at its next
-        use.
+        use. Drafts are not trained until the next request.
 
         Raises:
             InvalidUserInputError: there are sequences.
         """
         if self.scheduler.num_running or self.scheduler.num_waiting:
             raise InvalidUserInputError("the engine has sequences; it can sleep when they are finished")
+        self._learns = False
         self._pipeline.abandon()  # rows of sequences that were aborted
         self.reset_prefix_cache()
         self._executor.release_memory()

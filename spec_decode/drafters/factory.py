@@ -67,6 +67,7 @@ _MODULES = {
     "mtp": ".mtp.drafter",
     "dflash": ".dflash.drafter",
     "dspark": ".dflash.drafter",
+    "uno": ".uno",
     "oracle": ".oracle",
 }
 """Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, if the

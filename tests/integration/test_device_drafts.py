@@ -16,7 +16,7 @@ from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters import ngram_device
 from outrider.spec_decode.verify import draft_sampling as drawing
 
-METHODS = ["draft_model", "eagle3", "medusa", "ngram", "dflash", "dspark"]
+METHODS = ["draft_model", "eagle3", "medusa", "ngram", "dflash", "dspark", "uno"]
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "min_tokens": 5},

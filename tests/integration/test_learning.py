@@ -6,6 +6,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.core.errors import InvalidRequestError
+from outrider.spec_decode.learning import learner
 from outrider.spec_decode.learning.head_trainer import HeadTrainer
 from outrider.spec_decode.learning.learner import JUDGED_STEPS
 
@@ -41,6 +42,12 @@ def acceptance(outcomes):
 
 def texts(outcomes):
     return [outcome.token_ids for outcome in outcomes]
+
+
+@pytest.fixture(autouse=True)
+def whole_slices(monkeypatch):
+    """Slices do not shrink, however busy the machine is."""
+    monkeypatch.setattr(learner, "SLICE_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -136,7 +143,9 @@ def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, make_
     with monkeypatch.context() as patch:
         patch.setattr(HeadTrainer, "step", lambda _, lora, sample: [b.data.normal_() for _, b in lora.pairs.values()])
         train(engine)
-    assert engine.learner.states()[0].digest != kept.digest
+    worse = engine.stats().learning[0]
+    assert worse.digest != kept.digest
+    assert worse.acceptance_before == kept.acceptance
     assert texts(run(engine, ours)) == plain_tokens(ours), "text depends on the weights"
     state = engine.learner.states()[0]
     assert (state.num_versions, state.num_dropped, state.digest) == (2, 1, kept.digest)
@@ -148,9 +157,19 @@ def test_unloading_an_adapter_drops_its_learner(models, make_engine, run, make_j
     engine = make_engine(**LORA, speculative_config=speculative(models, max_learners=2))
     run(engine, make_jobs("ours", "c"))
     run(engine, make_jobs("ours", None))
-    assert [state.adapter != "" for state in engine.learner.states()] == [True, False]
+    assert [state.adapter for state in engine.stats().learning] == ["c", ""]
     engine.adapters.unload("c")
     assert [state.adapter for state in engine.learner.states()] == [""]
+
+
+def test_a_sleeping_engine_does_not_train(models, make_engine, run, make_jobs):
+    engine = make_engine(**LORA, speculative_config=speculative(models))
+    run(engine, make_jobs("ours", None))
+    engine.release_memory()
+    assert engine.learn() is None
+    run(engine, make_jobs("theirs", None)[:1])
+    assert engine.learn() is not None
+    train(engine)
 
 
 def test_learners_and_bytes_are_bounded(models, make_engine, run, make_jobs):

@@ -50,11 +50,13 @@ def test_adaptive_may_be_over_any_drafter():
 
 
 def test_a_mode_may_name_its_number_of_drafts():
-    modes = make_modes(["eagle3:2", "eagle3"], {"eagle3": "e"}, 4)[1:]
+    modes = make_modes(["eagle3:2", "eagle3", "adaptive:eagle3:7"], {"eagle3": "e"}, 4)[1:]
     assert [(mode.name, mode.method, mode.config["num_speculative_tokens"]) for mode in modes] == [
         ("eagle3:2", "eagle3", 2),
         ("eagle3", "eagle3", 4),
+        ("adaptive:eagle3:7", "eagle3", 7),
     ]
+    assert [mode.config.get("adaptive", False) for mode in modes] == [False, False, True]
 
 
 def test_methods_depend_on_the_weights():
@@ -76,6 +78,7 @@ def test_the_control_is_another_engine_like_off():
         ("magic", "unknown mode"),
         ("adaptive:off", "unknown mode"),
         ("adaptive:", "unknown mode"),
+        ("adaptive:ngram:0", "unknown mode"),
         ("ngram:0", "unknown mode"),
         ("ngram:many", "unknown mode"),
     ],

@@ -155,3 +155,29 @@ def test_a_draft_model_has_no_unroll(options, samples, read_batch, folders):
     target, _ = read_batch(samples[:1], ())
     with pytest.raises(InvalidRequestError, match="--unroll is for heads"):
         new_drafter(options("draft-lora", draft=folders.draft, unroll=2), target, [])
+
+
+BLOCK_VARIANTS = {
+    "causal": ({"dflash_config": {"causal": True}}, "causal layers"),
+    "rotation": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+    "biases": ({"attention_bias": True}, "qkv_bias"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+    "markov": ({"markov_head_type": "rnn"}, "kind 'rnn'"),
+    "mask": ({}, "mask_embedding.pt"),
+    "too large": ({"hidden_size": 64}, "--draft: .*hidden_size is 64"),
+    "unroll": ({}, "--unroll is for heads that draft token by token"),
+}
+
+
+@pytest.mark.parametrize("what", BLOCK_VARIANTS)
+def test_variants_of_drafters_of_blocks(what, options, samples, read_batch, tmp_path):
+    """Those whose training would compute something else than the engine are refused by name."""
+    target, _ = read_batch(samples[:1], None)
+    new_drafter(options("dspark", draft_layers=1, markov_rank=4), target, samples).export(tmp_path)
+    changes, words = BLOCK_VARIANTS[what]
+    inner = json.loads((tmp_path / "config.json").read_text())["dflash_config"] | changes.get("dflash_config", {})
+    edit(tmp_path / "config.json", **changes | {"dflash_config": inner})
+    if what == "mask":
+        (tmp_path / what).with_name("mask_embedding.pt").touch()
+    with pytest.raises(InvalidRequestError, match=words):
+        load(options("draft-lora", draft=str(tmp_path), unroll=3 if what == "unroll" else None))
