@@ -9,7 +9,7 @@ import pytest
 from outrider import SamplingParams
 from outrider.spec_decode.control import adapters, factory, policy, trials
 from outrider.spec_decode.control.confidence import ConfidenceFit
-from outrider.spec_decode.control.goodput import DraftPrice
+from outrider.spec_decode.control.goodput import DraftPrice, Plan
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters.draft_model import DraftModelDrafter
 from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
@@ -91,8 +91,9 @@ def test_text_is_byte_equal_with_and_without(models, make_engine, plain_text, ru
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "medusa", "dspark"])
 def test_drafts_are_left_out_and_the_text_is_the_same(models, make_engine, plain_text, run, jobs, method, monkeypatch):
-    """Steps count as long, and a draft costs a third of a token, whatever they take on this machine."""
+    """Steps count as long, all drafts are planned, and one costs a third of a token, whatever the times are here."""
     monkeypatch.setattr(policy, "SHORT_STEP", 0.0)
+    monkeypatch.setattr(policy, "best_plan", lambda offers, *_, **__: Plan([len(o.survival) for o in offers], 2.0, 1.0))
     monkeypatch.setattr(policy, "draft_price", lambda *_, is_fair, **__: DraftPrice(0.33, is_fair))
     found, choose = [], ConfidenceFit.num_worthwhile
 
