@@ -127,6 +127,8 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         return _draft_lora(options, target)
     if options.method in BLOCK_METHODS:
         return BlockHead(block_config(options, target), target)
+    if options.draft is not None:
+        return _head_to_train_further(options, target)
     config = head_config(options, target, samples)
     if options.method == "eagle":
         return Eagle1Head(config, target, options.unroll or _EAGLE1_UNROLL)
@@ -136,6 +138,13 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
     head = Eagle3Head(config, target, options.unroll or _EAGLE3_UNROLL, tokens)
     head.begin_as_last_layer()  # EAGLE's layer, which has no input norm, trains better from random weights
     return head
+
+
+def _head_to_train_further(options: TrainOptions, target: Target) -> TrainedDrafter:
+    stored = read_head(options)
+    if stored is None or stored.config.eagle3 != (options.method == "eagle3"):
+        raise wrong("draft", f"{options.draft} is not a head that --method {options.method} can train further")
+    return load_head(stored, target, options.unroll)
 
 
 def _draft_lora(options: TrainOptions, target: Target) -> TrainedDrafter:

@@ -41,7 +41,10 @@ class TrainOptions:
     output: str
     adapter: str | None = _option(None, "PEFT adapter of the target: its outputs are what is learned", "What to train")
     draft: str | None = _option(
-        None, "draft-lora: the draft model, or EAGLE head, that the weights are for", "Draft-LoRA"
+        None,
+        "draft-lora: the draft model, or EAGLE head, that the weights are for; eagle3, eagle: a head to train further",
+        "What to train",
+        methods=(*_EAGLE, "draft-lora"),
     )
     rank: int = _option(8, "rank of the draft weights", "Draft-LoRA", methods=("draft-lora",), within=(1, 1024))
     alpha: float | None = _option(
@@ -162,10 +165,8 @@ class TrainOptions:
                 raise wrong(name, error.message.removeprefix(f"{name} ")) from None
         if self.resume and self.overwrite:
             raise wrong("resume", "and --overwrite exclude each other")
-        if (self.method == "draft-lora") != (self.draft is not None):
-            raise wrong(
-                "draft", "names the drafter that --method draft-lora trains weights for; give it there, and only there"
-            )
+        if self.method == "draft-lora" and self.draft is None:
+            raise wrong("draft", "names the drafter that --method draft-lora trains weights for; give it there")
         for name in ("hidden_size", "head_dim"):
             if (getattr(self, name) or 0) % 2:
                 raise wrong(name, f"must be even, got {getattr(self, name)}")
@@ -178,6 +179,8 @@ class TrainOptions:
         for name, one in declared_options(TrainOptions).items():
             if one.methods is not None and name in given and self.method not in one.methods:
                 raise wrong(name, f"is for --method {' and '.join(one.methods)}, not for {self.method}")
+            if self.draft is not None and name in given and one.group == "Heads" and name != "unroll":
+                raise wrong(name, "is for a new head; --draft names one that has its sizes")
         if self.optimizer == "muon" and self.method == "draft-lora":
             raise wrong("optimizer", "muon is for the matrices of heads, of which draft-lora trains none")
         for name in ("temperature", "max_tokens"):

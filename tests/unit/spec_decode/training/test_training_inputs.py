@@ -155,3 +155,22 @@ def test_a_draft_model_has_no_unroll(options, samples, read_batch, folders):
     target, _ = read_batch(samples[:1], ())
     with pytest.raises(InvalidRequestError, match="--unroll is for heads"):
         new_drafter(options("draft-lora", draft=folders.draft, unroll=2), target, [])
+
+
+def test_a_head_is_trained_further_from_its_weights(options, trained, samples):
+    folder, target = trained
+    again = new_drafter(options(draft=str(folder), seed=5), target, samples).state()
+    written = new_drafter(options(), target, samples).state()
+    assert again.keys() == written.keys()
+    assert all(torch.allclose(again[name], written[name], atol=0.002) for name in written)  # rounded in files
+    other = new_drafter(options(seed=5), target, samples).state()
+    name = "layers.0.self_attn.q_proj.weight"
+    assert not torch.allclose(other[name], again[name], atol=0.002)
+
+
+def test_only_a_head_of_the_method_is_trained_further(options, trained, samples, folders):
+    for method, draft in (("eagle3", folders.draft), ("eagle", str(trained[0]))):
+        with pytest.raises(InvalidRequestError, match=f"is not a head that --method {method} can train further"):
+            new_drafter(options(method, draft=draft), trained[1], samples)
+    with pytest.raises(InvalidRequestError, match="--draft-vocab-size is for a new head"):
+        options(draft=str(trained[0]), draft_vocab_size=64)
