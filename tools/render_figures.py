@@ -182,7 +182,7 @@ NEIGHBOUR_WAYS = ("this", "baseline, default", "baseline, spin 10000", "baseline
 
 
 def neighbours() -> list[str]:
-    """Median seconds alone and beside busy loops, by case and way to share work; empty where nothing was measured."""
+    """Median seconds alone and with busy loops, by case and way to share work; empty where nothing was measured."""
     cells = {case: ways for run in runs("serving").values() for case, ways in run.get("median_seconds", {}).items()}
     rows = []
     for case, name in NEIGHBOUR_CASES.items():

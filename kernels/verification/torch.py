@@ -67,7 +67,7 @@ def _take(x: Tensor, rows: Ints) -> Tensor:
 
 
 def _accepts(p: Tensor, draft_probs: Tensor | None, drafts: Ints, draft_rows: Ints, keys: Tensor) -> Any:
-    """u q(d) < p(d) [n] for rows p [n, V] that decide about `drafts` d [n]; False where there is none (-1)."""
+    """u q(d) < p(d) [n] for rows p [n, V] that decide about `drafts` d [n]; False if there is none (-1)."""
     q = np.ones(len(drafts), np.float32)
     dense = draft_rows >= 0
     if draft_probs is not None:
@@ -77,7 +77,7 @@ def _accepts(p: Tensor, draft_probs: Tensor | None, drafts: Ints, draft_rows: In
 
 
 def _subtract_q(p: Tensor, draft_probs: Tensor | None, drafts: Ints, draft_rows: Ints) -> Tensor:
-    """max(p - q, 0) [n, V] for the rows' `drafts` [n]; p itself where there is none (-1), or nothing would be left."""
+    """max(p - q, 0) [n, V] for the rows' `drafts` [n]; p itself if there is none (-1), or nothing would be left."""
     if (drafts < 0).all():
         return p
     residual = p.clone()

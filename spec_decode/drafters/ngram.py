@@ -165,21 +165,32 @@ class NgramDrafter(Drafter):
         if self._corpora is not None:
             length = history.match_length(start, self._max_n) if start >= 0 else 0
             if length < self._max_n and (found := self._from_corpora(row, max(length + 1, self._min_n))):
-                return Drafts(found)
+                return found
         if start < 0:
             return NO_DRAFTS
+        length = 1
         if self._by_match:
-            count = min(count, max(_FEWEST, 2 * history.match_length(start, count // 2 + 1) - 1))
+            length = history.match_length(start, count // 2 + 1)
+            count = min(count, max(_FEWEST, 2 * length - 1))
         period = history.tokens[start : start + count]
         repeats = -(-count // len(period))
-        return Drafts((period * repeats)[:count])
+        return self._rated(row, (period * repeats)[:count], length)
 
-    def _from_corpora(self, row: DraftRow, least: int) -> list[int]:
-        """Drafts after a match of at least `least` tokens in the corpora; [] without one."""
+    def _rated(self, row: DraftRow, drafts: list[int], length: int) -> Drafts:
+        """Drafts after a match of `length` tokens, with their confidence: after n equal tokens n / (n + 1), odds of n
+        to 1. Each right draft makes the match longer."""
+        if not (row.is_rated and self._by_match):
+            return Drafts(drafts)
+        return Drafts(drafts, confidence=[n / (n + 1) for n in range(length, length + len(drafts))])
+
+    def _from_corpora(self, row: DraftRow, least: int) -> Drafts | None:
+        """Drafts after a match of at least `least` tokens in the corpora; None without one."""
         assert self._corpora is not None
         count, longest = row.max_drafts, max(self._max_n, row.max_drafts // 2 + 1 if self._by_match else 0)
         drafts, length = self._corpora.drafts(row.request.tenant, row.tokens, longest, least, count)
-        return drafts[: max(_FEWEST, 2 * length - 1)] if self._by_match else drafts
+        if not drafts:
+            return None
+        return self._rated(row, drafts[: max(_FEWEST, 2 * length - 1)] if self._by_match else drafts, length)
 
     def _forget_finished(self) -> None:
         finished = [key for key, history in self._histories.items() if history.request.status is Status.FINISHED]

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ...platform.core.progress import EVERY, Progress
-from ...platform.core.speculative_config import BLOCK_METHODS
 from .build import new_drafter, read_head
 from .data import Sample
 from .measurement import Measured
 from .methods.base import TrainedDrafter
-from .options import TrainOptions, wrong
+from .options import BLOCK_HEADS, TrainOptions, wrong
 from .outlook import outlook
 from .products import product_dtype
 from .run_folder import has_ended
@@ -103,7 +102,7 @@ def _target(options: TrainOptions, device: torch.device) -> Target:
     if options.draft is not None:
         head = read_head(options)
         layers = () if head is None else head.config.aux_layers
-    elif options.method == "eagle3" or options.method in BLOCK_METHODS:
+    elif options.method == "eagle3" or options.method in BLOCK_HEADS:
         layers = options.aux_layers
         if layers is not None and len(layers) != _NUM_AUX and options.method == "eagle3":
             raise wrong("aux_layers", f"must name {_NUM_AUX} layers, got {len(layers)}")

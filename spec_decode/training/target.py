@@ -169,6 +169,11 @@ class Target:
         return _plain_weight(self._causal.get_output_embeddings())
 
     @property
+    def decoder(self) -> Any:
+        """The transformers model below the head, which is not to be changed."""
+        return self._causal.base_model
+
+    @property
     def last_layer(self) -> dict[str, Tensor]:
         """The last decoder layer's weights by module, without any adapter.
 
