@@ -54,8 +54,8 @@ def parts_of(options: argparse.Namespace) -> dict[str, list[str]]:
     """Options of `outrider bench speculation` by part."""
     heads = [word for name in ("eagle3", "dflash") for word in (f"--{name}", str(options.heads / name))]
     loras = [word for task in TASKS for word in ("--lora", f"{task}={options.adapters / task}")]
-    fixed = ["ngram:1", "ngram:4", "suffix:8", "eagle3:2", "eagle3:4", "dflash:4", "dflash:7"]
-    adaptive = ["adaptive:ngram:16", "adaptive:eagle3:16", "adaptive:dflash:7"]
+    fixed = ["ngram:1", "ngram:4", "suffix:8", "eagle3:1", "eagle3:2", "eagle3:4", "dflash:2", "dflash:4"]
+    adaptive = ["adaptive:ngram:16", "adaptive:eagle3:16", "adaptive:dflash:4"]
     single = ["--batch-sizes", "1", "--rounds", str(options.rounds)]
     batches = ["--modes", "off,adaptive:eagle3:16", "--rounds", str(options.rounds)]
     queued = ["--batch-sizes", "4,16,32", "--queue", "2"]
@@ -199,10 +199,10 @@ COLUMNS = {
     "ngram:4": "n-gram, 4",
     "suffix:8": "suffix, 8",
     "eagle3:4": "EAGLE-3, 4",
-    "dflash:7": "DFlash, 7",
+    "dflash:4": "DFlash, 4",
     "adaptive:ngram:16": "adaptive, n-gram",
     "adaptive:eagle3:16": "adaptive, EAGLE-3",
-    "adaptive:dflash:7": "adaptive, DFlash",
+    "adaptive:dflash:4": "adaptive, DFlash",
     "oracle": "oracle",
 }
 """Modes of the first table, and their names there. A number is that of the drafts a step."""

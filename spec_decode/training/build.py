@@ -132,6 +132,8 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         return _draft_lora(options, target)
     if options.method == "uno":
         return _target_lora(options, target)
+    if options.draft is not None:
+        return _head_to_train_further(options, target)
     if options.method in BLOCK_HEADS:
         return BlockHead(block_config(options, target), target)
     config = head_config(options, target, samples)
@@ -143,6 +145,16 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
     head = Eagle3Head(config, target, options.unroll or _EAGLE3_UNROLL, tokens)
     head.begin_as_last_layer()  # EAGLE's layer, which has no input norm, trains better from random weights
     return head
+
+
+def _head_to_train_further(options: TrainOptions, target: Target) -> TrainedDrafter:
+    """The head of --draft, to be trained with its weights."""
+    stored = read_head(options)
+    if isinstance(stored, StoredHead) and options.method == ("eagle3" if stored.config.eagle3 else "eagle"):
+        return load_head(stored, target, options.unroll)
+    if isinstance(stored, StoredBlocks) and options.method == ("dspark" if stored.config.markov_rank else "dflash"):
+        return load_blocks(stored, target)
+    raise wrong("draft", f"{options.draft} is not a head that --method {options.method} can train further")
 
 
 def _target_lora(options: TrainOptions, target: Target) -> TrainedDrafter:

@@ -42,7 +42,11 @@ class TrainOptions:
     output: str
     adapter: str | None = _option(None, "PEFT adapter of the target: its outputs are what is learned", "What to train")
     draft: str | None = _option(
-        None, "draft-lora: the draft model, EAGLE head or drafter of blocks that the weights are for", "Draft-LoRA"
+        None,
+        "draft-lora: the draft model, EAGLE head or drafter of blocks that the weights are for; "
+        "eagle3, eagle, dflash, dspark: a head to train further",
+        "What to train",
+        methods=(*_LAYERED, "draft-lora"),
     )
     rank: int = _option(8, "rank of the draft weights", "Draft-LoRA", methods=_LORA, within=(1, 1024))
     alpha: float | None = _option(
@@ -167,10 +171,8 @@ class TrainOptions:
                 raise wrong(name, error.message.removeprefix(f"{name} ")) from None
         if self.resume and self.overwrite:
             raise wrong("resume", "and --overwrite exclude each other")
-        if (self.method == "draft-lora") != (self.draft is not None):
-            raise wrong(
-                "draft", "names the drafter that --method draft-lora trains weights for; give it there, and only there"
-            )
+        if self.method == "draft-lora" and self.draft is None:
+            raise wrong("draft", "names the drafter that --method draft-lora trains weights for; give it there")
         for name in ("hidden_size", "head_dim"):
             if (getattr(self, name) or 0) % 2:
                 raise wrong(name, f"must be even, got {getattr(self, name)}")
@@ -183,6 +185,8 @@ class TrainOptions:
         for name, one in declared_options(TrainOptions).items():
             if one.methods is not None and name in given and self.method not in one.methods:
                 raise wrong(name, f"is for --method {' and '.join(one.methods)}, not for {self.method}")
+            if self.draft is not None and name in given and one.group == "Heads" and name != "unroll":
+                raise wrong(name, "is for a new head; --draft names one that has its sizes")
         if self.optimizer == "muon" and self.method in _LORA:
             raise wrong("optimizer", f"muon is for the matrices of heads, of which {self.method} trains none")
         for name in ("temperature", "max_tokens"):

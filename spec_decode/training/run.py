@@ -99,10 +99,11 @@ def train_draft(
 
 def _target(options: TrainOptions, device: torch.device) -> Target:
     layers: tuple[int, ...] | None = ()
-    if options.method == "eagle3" or options.method in BLOCK_HEADS:
+    if options.draft is not None:
+        head = read_head(options)
+        layers = () if head is None else head.config.aux_layers
+    elif options.method == "eagle3" or options.method in BLOCK_HEADS:
         layers = options.aux_layers
         if layers is not None and len(layers) != _NUM_AUX and options.method == "eagle3":
             raise wrong("aux_layers", f"must name {_NUM_AUX} layers, got {len(layers)}")
-    elif options.draft is not None and (head := read_head(options)) is not None:
-        layers = head.config.aux_layers
     return load_target(options.model, options.adapter, _DTYPES[options.dtype], device, layers)

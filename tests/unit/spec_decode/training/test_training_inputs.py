@@ -157,6 +157,30 @@ def test_a_draft_model_has_no_unroll(options, samples, read_batch, folders):
         new_drafter(options("draft-lora", draft=folders.draft, unroll=2), target, [])
 
 
+@pytest.mark.parametrize(
+    ("method", "random"), [("eagle3", "layers.0.self_attn.q_proj.weight"), ("dflash", "layers.0.mlp.up_proj.weight")]
+)
+def test_a_head_is_trained_further_from_its_weights(method, random, options, samples, read_batch, tmp_path):
+    target, _ = read_batch(samples[:1], None)
+    first = new_drafter(options(method), target, samples)
+    first.export(tmp_path)
+    again = new_drafter(options(method, draft=str(tmp_path), seed=5), target, samples)
+    written, read = first.state(), again.state()
+    assert read.keys() == written.keys()
+    assert all(torch.allclose(read[name], written[name], atol=0.002) for name in written)  # rounded in files
+    assert not torch.allclose(
+        new_drafter(options(method, seed=5), target, samples).state()[random], read[random], atol=0.002
+    )
+
+
+def test_only_a_head_of_the_method_is_trained_further(options, trained, samples, folders):
+    for method, draft in (("eagle3", folders.draft), ("eagle", str(trained[0]))):
+        with pytest.raises(InvalidRequestError, match=f"is not a head that --method {method} can train further"):
+            new_drafter(options(method, draft=draft), trained[1], samples)
+    with pytest.raises(InvalidRequestError, match="--draft-vocab-size is for a new head"):
+        options(draft=str(trained[0]), draft_vocab_size=64)
+
+
 BLOCK_VARIANTS = {
     "causal": ({"dflash_config": {"causal": True}}, "causal layers"),
     "rotation": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
