@@ -261,7 +261,7 @@ def test_wrong_values_are_refused(options):
         ({"draft": "x"}, "--draft names the drafter"),
         ({"method": "draft-lora"}, "--draft names the drafter"),
         ({"method": "medusa", "draft_vocab_size": 5}, "--draft-vocab-size is for --method eagle3, not for medusa"),
-        ({"rank": 4}, "--rank is for --method draft-lora, not for eagle3"),
+        ({"rank": 4}, "--rank is for --method draft-lora and uno, not for eagle3"),
         ({"method": "draft-lora", "draft": "x", "optimizer": "muon"}, "--optimizer muon is for"),
         ({"hidden_size": 7}, "--hidden-size must be even, got 7"),
         ({"base_name": ""}, "--base-name must not be empty"),
