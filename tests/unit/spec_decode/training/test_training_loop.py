@@ -258,7 +258,7 @@ def test_wrong_values_are_refused(options):
         ({"steps": 0}, r"--steps must be in \[1,"),
         ({"lr": float("nan")}, r"--lr must be in \[1e-09, 10.0\]"),
         ({"k": 33}, r"--k must be in \[1, 32\]"),
-        ({"draft": "x"}, "--draft names the drafter"),
+        ({"method": "medusa", "draft": "x"}, "--draft is for --method eagle3 and .*, not for medusa"),
         ({"method": "draft-lora"}, "--draft names the drafter"),
         ({"method": "medusa", "draft_vocab_size": 5}, "--draft-vocab-size is for --method eagle3, not for medusa"),
         ({"rank": 4}, "--rank is for --method draft-lora and uno, not for eagle3"),
