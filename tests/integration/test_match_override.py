@@ -1,4 +1,4 @@
-"""Long matches of prompt lookup instead of a head's drafts, in engines: the same text, and the drafters that made it."""
+"""Long matches of prompt lookup instead of a head's drafts in engines: the same text, and which drafters made it."""
 
 import math
 
