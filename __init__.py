@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Weights of a CPU model are read from end to end in every step, a gigabyte in tens of milliseconds: with pages of 4 KB
-# a quarter of that time goes to looking up addresses. torch looks at this when it makes the first tensor; whoever sets
-# it to 0 keeps small pages.
+# a quarter of that time goes to looking up addresses. torch looks at this when it makes the first tensor; with
+# 0 pages stay small.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _NAMES_OF = {

@@ -1,5 +1,5 @@
 """Check Outrider on a GPU in one run of at most nine minutes: the kernels' tests, parity with the CPU, losslessness,
-and every kernel and whole engines beside the device's limits.
+and every kernel and whole engines compared with the device's limits.
 
     python benchmarks/gpu_check.py OUT_DIR [--device cuda] [--quick] [--seconds 520] [--sections kernels,8b]
 

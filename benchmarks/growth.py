@@ -5,10 +5,10 @@ Every vector of the large model holds the small model's vector in known places; 
     residual stream   [x, 0]: whatever writes to it (embedding, o_proj, down_proj) writes zeros to the new part
     RMSNorm           over [x, 0] of H' instead of H entries: weight * sqrt(H / H') and eps * H / H' give norm(x) again
     heads, MLP        new ones compute on random weights; o_proj's and down_proj's columns for them are zero
-    queries, keys     where they are normalised too (Qwen3), with the same eps: scaled by sqrt(H / H')
+    queries, keys     if they are normalised too (Qwen3), with the same eps: scaled by sqrt(H / H')
     layers            new ones compute on random weights; o_proj and down_proj are zero, so the residual passes
 
-Weights that need not be zero are random, as large as the weights beside them. So no work can be skipped, and no number
+Weights that need not be zero are random, as large as the weights next to them. So no work can be skipped, and no number
 is denormal.
 """
 

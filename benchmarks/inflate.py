@@ -113,7 +113,7 @@ def grown_config(config: dict[str, Any], growth: Growth) -> dict[str, Any]:
 
 
 def copy_rest(source: Path, target: Path) -> None:
-    """Copy the tokenizer, the chat template and other files beside the weights."""
+    """Copy the tokenizer, the chat template and other files next to the weights."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".pt") or file.name.endswith(".index.json")
         if file.is_file() and not weights and file.name not in ("config.json", "adapter_config.json"):

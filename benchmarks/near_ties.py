@@ -1,4 +1,4 @@
-"""Rate of near-ties that fall differently beside other rows of a step, and the price of batch invariance.
+"""Rate of near-ties that fall differently in a batch with other rows, and the price of batch invariance.
 
     python benchmarks/near_ties.py [--output-json F] [--questions 40] [--tokens 96] [--rounds 5]
 

@@ -60,7 +60,18 @@ class Adapter:
     @property
     def rows(self) -> int:
         """Rank rows that it takes on the device: the largest rank of its modules, and at least one."""
-        return max(self.target.rank, self.drafter.rank, 1)
+        shared = self.drafter.rank - self.draft_rows  # rows of two models are numbered alike
+        return max(self.target.rank, shared, 1) + self.draft_rows
+
+    @property
+    def draft_rows(self) -> int:
+        """Those of its rank rows that are for the draft weights alone: all of these if the drafter is the target."""
+        return self.drafter.rank if self.drafter.linears.layout is self.target.linears.layout else 0
+
+    @property
+    def _of_target(self) -> tuple[PackedModules, ...]:
+        """Weights of the base model's modules."""
+        return self.packed if self.draft_rows else (self.target,)
 
     @property
     def bytes_beside_rows(self) -> int:
@@ -80,14 +91,17 @@ class Adapter:
     @property
     def targets_latents(self) -> bool:
         """True when it changes products of latents, which no captured graph has."""
-        return bool(latents_of(self.target))
+        return any(map(latents_of, self._of_target))
 
     @property
     def targets_experts(self) -> bool:
         """True when it changes experts of the base model."""
-        rows = self.target.vocabulary
-        names = list(rows.layout.modules)
-        return any(".experts." in names[index] for index in np.flatnonzero(rows.live.any(0)))
+        vocabularies = [packed.vocabulary for packed in self._of_target]
+        return any(
+            ".experts." in list(rows.layout.modules)[index]
+            for rows in vocabularies
+            for index in np.flatnonzero(rows.live.any(0))
+        )
 
 
 def changed_error(name: str, reason: str = "") -> AdapterError:

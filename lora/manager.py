@@ -24,11 +24,12 @@ from .device.batching import PlanRows, StepAdapters
 from .device.layers import LoraBatch
 from .device.learnt import LearntRows, ModuleWeights
 from .device.pool import RowPool, count_rows
-from .device.sites import AdapterHooks, make_sites
+from .device.sites import AdapterHooks, TargetDraftSites, make_sites
 from .files.folder import AdapterFiles
 from .registry.catalog import Catalog
 from .registry.registry import AdapterRegistry
 from .registry.versions import AdapterVersion, Order, Refusal
+from .target_draft import read_target_draft, write_target_draft
 from .tiers.residency import LEAST_URGENT, Residency
 from .tiers.row_writer import RowWriter
 from .tiers.starvation import LOOK_SECONDS, Aging
@@ -59,7 +60,7 @@ class AdapterManager:
         """Give every linear its LoraSite, for adapters in `dtype` on `device`. `close` must be called in the end.
 
         Raises:
-            InvalidRequestError: `lora_memory` has no room for one adapter.
+            InvalidRequestError: `lora_memory` has no room for one adapter, or `hooks.target_draft` does not fit.
         """
         dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         self._clock = clock
@@ -67,13 +68,16 @@ class AdapterManager:
         device = torch.device(device)
         sites = target, draft = make_sites(linears, hooks, dtype, device)
         row_bytes = sum(part.row_bytes for part in sites)
+        own_draft = None  # draft weights of the base model
+        if hooks.target_draft is not None and isinstance(draft, TargetDraftSites):
+            own_draft = read_target_draft(hooks.target_draft, draft)
         pool = RowPool(
-            count_rows(config, row_bytes),
+            count_rows(config, row_bytes, 1 if own_draft is None else 2),
             config.max_loras,
             row_bytes=0 if config.memory_bytes is None else row_bytes,
             on_free=hooks.on_free,
         )
-        target.allocate(pool.num_rows)
+        target.allocate(pool.num_rows + (0 if own_draft is None else own_draft.rank))
         draft.allocate(pool.num_rows + hooks.num_learners * hooks.learnt_rank)
         self.learnt = LearntRows(draft, pool.num_rows, hooks.learnt_rank, hooks.num_learners)
         """Rows of draft weights that are learnt while serving."""
@@ -93,8 +97,13 @@ class AdapterManager:
             self._files, self._registry, self._residency, self._transfers, wait=self.wait, on_change=self._changed
         )
         """The adapters by name, for users who load, unload, pin and list them."""
-        self._steps = StepAdapters(pool, dtype, device, max_rank, batch_invariant=hooks.batch_invariant)
-        self.prepare_head, self.prepare_draft = self._steps.prepare_head, self._steps.prepare_draft
+        self._steps = StepAdapters(
+            *(pool, dtype, device, max_rank),
+            batch_invariant=hooks.batch_invariant,
+            target_draft=None if own_draft is None else write_target_draft(target, own_draft, pool.num_rows),
+        )
+        self.prepare_head = self._steps.prepare_head
+        self.prepare_draft = self._steps.prepare_draft if own_draft is None else self._steps.prepare_target_draft
         self._refusals: dict[AdapterVersion, Refusal] = {}  # since the last change; see `_changed`
         self._refused_until = 0.0
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceTokens",
+    "DraftWeights",
     "ForwardBatch",
     "KVLayerSpec",
     "LayerKV",
@@ -47,6 +48,14 @@ class AdapterPreparer(Protocol):
 
     def __call__(self, rows: Sequence[tuple[Any, int]], *, always: bool = False) -> Any:
         """`always`: return inputs that add nothing instead of None, if captured passes may read any."""
+
+
+class DraftWeights(NamedTuple):
+    """Handle of tokens that stand for drafts in a pass of the target that drafts for itself: in place of the adapter,
+    its draft weights apply, or the base model's if it has none."""
+
+    adapter: Any
+    """The request's adapter; None: the base model."""
 
 
 class KVLayerSpec(NamedTuple):

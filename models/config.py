@@ -66,7 +66,7 @@ class DecoderConfig:
     family's bound."""
     rms_norm_eps: float
     rope: RopeConfig
-    """Rotation of all layers; where they differ (`layer_ropes`), that of layers which see everything."""
+    """Rotation of all layers; if they differ (`layer_ropes`), that of layers which see everything."""
     tie_word_embeddings: bool
     windows: tuple[Window, ...]
     """Window of each layer: a query sees itself and the window - 1 positions before, or its chunk; None: everything."""
@@ -104,7 +104,7 @@ class DecoderConfig:
     quantization: Format | None = None
     """Format of the checkpoint's weights; None: they are not quantised."""
     layer_ropes: tuple[RopeConfig, ...] = ()
-    """Rotation of each layer where they differ; (): all have `rope`."""
+    """Rotation of each layer if they differ; (): all have `rope`."""
     norms: NormNames = PRE_NORMS
     state_norms: NormNames | None = None
     """Norms of layers with a recurrent state, which then have none of queries and keys; None: as the others."""
@@ -373,7 +373,7 @@ def _factors(
 
 
 def _activation(values: Mapping[str, Any], served: Mapping[str, str], has_own_key: bool) -> str:
-    """Activation of the MLP; some families have a key of their own, and an older one beside it."""
+    """Activation of the MLP; some families have a key of their own, and an older one next to it."""
     field = "hidden_activation" if has_own_key and "hidden_activation" in values else "hidden_act"
     name = values.get(field, "silu")
     if not isinstance(name, str) or name not in served:

@@ -21,7 +21,7 @@ AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
 
 
 def read_config(raw: Mapping[str, Any], dtype: torch.dtype, impl: str = AUTO) -> DecoderConfig | TransformersConfig:
-    """Config of a model that runs in `dtype`, from its config.json. AUTO: native where there is a family.
+    """Config of a model that runs in `dtype`, from its config.json. AUTO: native if there is a family.
 
     Raises:
         UnsupportedModelError: the model is not served so; the message says why.

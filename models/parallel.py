@@ -8,7 +8,7 @@
     states         a rank has the states of its heads, or of its channels (`states/shares.py`)
     wide norms     over all heads (OLMo 2): a rank has every head's queries and keys while it normalises its own
 
-Where there are fewer KV heads than ranks, several ranks have the same one. The first rank adds what is added once: the
+With fewer KV heads than ranks, several ranks have the same one. The first rank adds what is added once: the
 bias of a row parallel layer and the residual stream. An adapter's B is divided as the rows of a column parallel layer,
 its A as the columns of a row parallel one, so each delta is that of one process.
 """
@@ -91,7 +91,7 @@ class LinearPart:
         self._rows = rows
         self._columns = columns
         self._summed = summed
-        # Inputs of the whole layer that this rank's columns belong to, where the weight has them in another order.
+        # Inputs of the whole layer that this rank's columns belong to, if the weight has them in another order.
         self._order: Tensor | None = None
 
     def weight(self, module: str, weight: Weight) -> Weight:

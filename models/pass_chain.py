@@ -4,8 +4,8 @@ outputs of the one before.
     rows  --pass 0-->  outputs  --draw-->  token 0  --pass 1-->  outputs  --draw-->  token 1  ...
 
 The host copies the rows, the block tables of all passes and the parameters of the draws, and launches the graph once.
-A row that wants fewer tokens than the loop draws stays at its last position: its later passes write no keys, and nobody
-reads what is drawn. So a loop serves whatever fits into its shape.
+A row that wants fewer tokens than the loop draws stays at its last position: its later passes write no keys, and what
+they draw is not read. So a loop serves whatever fits into its shape.
 
 R rows of a shape, B of them real, V tokens of the vocabulary, K tokens drawn for each row.
 """

@@ -95,7 +95,7 @@ def query_scaling(values: Mapping[str, Any]) -> tuple[float, float] | None:
 def _check_older(
     values: Mapping[str, Any], given: Mapping[str, Any], rope: RopeConfig, head_dim: int, traits: FamilyTraits
 ) -> None:
-    """Refuse a `rope_scaling` beside `rope_parameters`, `given`, that says another rotation than its `rope`."""
+    """Refuse a `rope_scaling` in addition to `rope_parameters`, `given`, whose rotation differs from its `rope`."""
     older = values["rope_scaling"]
     if isinstance(older, dict):
         kind = older.get("rope_type", older.get("type", "default"))
@@ -206,7 +206,7 @@ def context_length(num_positions: int, rope: RopeConfig, traits: FamilyTraits) -
     """Context length in tokens.
 
     config.json has the scaled number for "llama3" and "longrope", the unscaled one for "linear" (Gemma 3 has the scaled
-    one), and either for "yarn", whose scaling has the unscaled one beside it. For "dynamic" it is the unscaled one:
+    one), and either for "yarn", whose scaling also has the unscaled one. For "dynamic" it is the unscaled one:
     beyond it each token would change all keys.
     """
     if rope.rope_type == "linear" and not traits.local_rope:

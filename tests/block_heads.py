@@ -219,13 +219,13 @@ class BlockHead:
 
     @torch.inference_mode()
     def outputs(self, tokens: list[int], drafts: list[int]) -> tuple[list[Tensor], list[float]]:
-        """[V] logits before each of `drafts`, which follow `tokens`, and the survival of each."""
+        """[V] logits before each of `drafts`, which follow `tokens`, and the confidence of each."""
         if not drafts:
             return [], []
         w = {name: tensor.double() for name, tensor in self.weights.items()}
         hidden = self.hidden_states(tokens, len(drafts))
         head = w.get("lm_head.weight", self.target.head.double())
-        found, survival, state = [], [], torch.zeros(self.rank, dtype=torch.float64)
+        found, confidence, state = [], [], torch.zeros(self.rank, dtype=torch.float64)
         for h, before in zip(hidden, [tokens[-1], *drafts], strict=False):
             logits = head @ h
             if self.rank:
@@ -241,11 +241,11 @@ class BlockHead:
                 logits = logits + w["markov_head.markov_w2.weight"] @ read
                 reads = torch.cat((h, embedded)) if self.options.get("confidence_reads_markov", True) else h
                 score = w["confidence_head.proj.weight"][0] @ reads + w["confidence_head.proj.bias"][0]
-                survival.append(float(score.sigmoid()) * (survival[-1] if survival else 1.0))
+                confidence.append(float(score.sigmoid()))
             wide = torch.full((self.target.vocab_size,), -torch.inf, dtype=torch.float64)
             wide[self.target_ids] = logits
             found.append(wide)
-        return found, survival
+        return found, confidence
 
     def logits(self, tokens: list[int], drafts: list[int]) -> list[Tensor]:
         """[V] before each of `drafts`."""

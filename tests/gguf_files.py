@@ -96,13 +96,13 @@ def write_gguf(
         if (expert := EXPERT.search(full)) is not None:
             experts.setdefault((EXPERT.sub("", full), kind), {})[int(expert[1])] = values
         else:
-            writer.add_tensor(name_of(full, name, config), values, raw_dtype=kind)
+            writer.add_tensor(gguf_name(full, name, config), values, raw_dtype=kind)
         rounded = torch.from_numpy(np.array(gguf.dequantize(values, kind))).reshape(tensor.shape)
         rounded = rounded - 1 if is_raised(name, full) else rounded
         held[full] = halves(rounded, rotated) if rotated else rounded
     for (full, kind), parts in experts.items():
         stacked = np.stack([parts[index] for index in range(len(parts))])
-        writer.add_tensor(name_of(full, name, config), stacked, raw_dtype=kind)
+        writer.add_tensor(gguf_name(full, name, config), stacked, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -110,7 +110,7 @@ def write_gguf(
     return held
 
 
-def name_of(full: str, name: str, config: dict[str, Any]) -> str:
+def gguf_name(full: str, name: str, config: dict[str, Any]) -> str:
     """Name of a tensor in the file."""
     if (head := HEAD.search(full)) is not None:
         return f"blk.{full.split('.')[2]}.nextn.{head[1].replace('.', '_')}.weight"

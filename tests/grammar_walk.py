@@ -23,7 +23,7 @@ def compiled(grammar):
     return matcher
 
 
-def grammar_of(schema):
+def make_grammar_text(schema):
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True).grammar_text()
 
 
@@ -52,7 +52,7 @@ def accepts(grammar, text):
 
 def drawn(schema, seed, count, limit=300):
     """Texts of the schema, each of which fits it."""
-    grammar, rng = grammar_of(schema), random.Random(seed)
+    grammar, rng = make_grammar_text(schema), random.Random(seed)
     texts = [text for _ in range(count) if (text := draw(grammar, rng, limit)) is not None]
     assert len(texts) > count // 4
     return texts

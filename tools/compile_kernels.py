@@ -145,7 +145,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", output)
     if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers: {output!r}")
+        raise RuntimeError(f"cuobjdump printed no registers: {output!r}")
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
 

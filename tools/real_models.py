@@ -70,7 +70,11 @@ def real_model_path(name: str = DEFAULT, cache: Path = CACHE) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as work:
             made = Path(work) / "model"
             convert_gguf(gguf, made)
-            made.rename(folder)  # the folder is whole or missing
+            try:
+                made.rename(folder)  # the folder is whole or missing
+            except OSError:
+                if not folder.is_dir():  # else another process has made it in the meantime
+                    raise
     return folder
 
 

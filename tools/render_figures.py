@@ -182,7 +182,7 @@ NEIGHBOUR_WAYS = ("this", "baseline, default", "baseline, spin 10000", "baseline
 
 
 def neighbours() -> list[str]:
-    """Median seconds alone and beside busy loops, by case and way to share work; empty where nothing was measured."""
+    """Median seconds alone and with busy loops, by case and way to share work; empty where nothing was measured."""
     cells = {case: ways for run in runs("serving").values() for case, ways in run.get("median_seconds", {}).items()}
     rows = []
     for case, name in NEIGHBOUR_CASES.items():
@@ -352,6 +352,8 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-adapters": speculation_adapters,
     "speculation-batches": lambda: by_batch_size(is_demo=False),
     "speculation-demo": lambda: by_batch_size(is_demo=True),
+    "speculation-real": lambda: written_table("speculation-smollm2", "drafters"),
+    "speculation-real-batches": lambda: written_table("speculation-smollm2", "batches"),
     "controller": controller,
     "families": families,
     "fleet": lambda: written_table("fleet", "fleet"),

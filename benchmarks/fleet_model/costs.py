@@ -39,7 +39,7 @@ class Costs:
     load: float
     """From the wish for an adapter to its place in a slot, in a replica without running requests."""
     load_beside: float
-    """Time to read an adapter beside four running requests, whose steps share the core with it."""
+    """Time to read an adapter alongside four running requests, whose steps share the core with it."""
     load_steps: float
     """Time that running requests lose to a load."""
     start: float

@@ -15,7 +15,7 @@ from .costs import Costs, Limits, StepTimes
 from .load import Request
 
 LONGEST_PAUSE = 0.05
-"""Seconds for which a load makes way for one step with prompts beside running requests, at most
+"""Seconds for which a load pauses for one step with prompts alongside running requests, at most
 (`lora/step_yield.py`)."""
 
 
@@ -58,7 +58,7 @@ class Replica:
         self._slots: LruSet = LruSet(self._limits.slots + 1)  # _load makes room itself
         self._holds: Counter[int] = Counter()
         self._loading: int | None = None
-        self._pause = 0.0  # seconds for which the load in flight still has to make way
+        self._pause = 0.0  # seconds for which the load in flight still has to pause
         self._unwritten: set[int] = set()  # adapters that were read since the last step began
         self._prefixes = LruSet(self._prefixes_kept)
         self._wake = self._env.event()
@@ -138,7 +138,7 @@ class Replica:
             while True:
                 self._load_next()
                 self._admit()
-                if self._unwritten:  # they are written beside the step that begins now, or before it if it has no rows
+                if self._unwritten:  # they are written along the step that begins now, or before it if it has no rows
                     self._unwritten.clear()
                     if not self._running:
                         self._admit()

@@ -126,7 +126,7 @@ def _note_overlaps(engine: EngineCore) -> list[bool]:
 def run_tests(context: Context) -> None:
     """Run the tests of the kernels and of graphs, on the GPU if there is one. Each file has a process, because after an
     illegal memory access everything that a process does on a GPU fails. Several run at once, because most of the time
-    is spent compiling. Their output goes beside the results."""
+    is spent compiling. Their output goes next to the results."""
     repo = Path(__file__).resolve().parent.parent.parent
     folder = context.folder / "kernel_tests"
     folder.mkdir(parents=True, exist_ok=True)

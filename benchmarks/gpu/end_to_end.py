@@ -1,4 +1,4 @@
-"""Whole engines on models of real shapes: decoding, prompts, adapters and graphs, beside the device's limits."""
+"""Whole engines on models of real shapes: decoding, prompts, adapters and graphs, compared with the device's limits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _measure_prompts(context: Context, shape: ModelShape, engine: Any) -> None:
 
 
 def measure_adapters(context: Context, root: Path, shape: ModelShape) -> None:
-    """Measure a step with distinct adapters of mixed ranks beside one without, and beside the time of their bytes."""
+    """Measure a step with distinct adapters of mixed ranks over one without, and over the time of their bytes."""
     counts = [1, 2] if context.quick else [1, 8, 32, 64]
     steps, rows = (3, 2) if context.quick else (30, 64)
     ranks = [(8, 16)[index % 2] for index in range(max(counts))]

@@ -1,4 +1,4 @@
-"""The kernel table: each kernel at shapes of real models, beside the device's limits."""
+"""The kernel table: each kernel at shapes of real models, compared with the device's limits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def dense(model: ModelShape, num_tokens: int) -> Iterator[Case]:
 
 
 def quantized(model: ModelShape, num_tokens: int) -> Iterator[Case]:
-    """Products of a layer's projections with quantised weights, and in the model's dtype beside them."""
+    """Products of a layer's projections with quantised weights, and in the model's dtype for comparison."""
     for inputs, slices in model.projections:
         outputs = sum(slices)
         for kind, bits in (("bf16", 16.0), ("fp8", 8.125), ("int8", 8.0), ("int4", 4.25)):

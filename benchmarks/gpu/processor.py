@@ -1,4 +1,4 @@
-"""The processor beside the GPU, on two of its cores: engines with adapters over the base model alone and, where it has
+"""The processor of a GPU machine, on two of its cores: engines with adapters over the base model alone and, if it has
 AMX tiles, our products over oneDNN's. Machines with a GPU often have the AMX that machines for development lack."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ bench_command.add_parser(parser.add_subparsers())
 options = parser.parse_args()
 sys.exit(options.run(options))
 """
-"""The command `outrider bench` without the other commands, which import libraries that are missing beside a GPU."""
+"""The command `outrider bench` without the other commands, which import libraries that a GPU machine may lack."""
 
 Rounds = dict[tuple[int, int | None], list[dict[str, Any]]]
 """Rounds of `outrider bench lora` by (batch size, number of adapters; None: the engine without adapters)."""
@@ -70,7 +70,7 @@ def _median(rounds: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def separate_cores(cpus: Sequence[int], count: int) -> list[int]:
-    """The first `count` of `cpus` that are threads of different cores, as far as the system tells them apart."""
+    """The first `count` of `cpus` that are threads of different cores, as far as the system distinguishes them."""
     chosen: dict[str, int] = {}
     for cpu in cpus:
         file = CORES / f"cpu{cpu}/topology/thread_siblings_list"

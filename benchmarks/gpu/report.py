@@ -16,7 +16,7 @@ FOLDER = "sections"
 
 
 class Ceilings(dict[str, float]):
-    """Rates of the device per second: "copy_bytes" and "matmul_flops"; NaN where they were not measured."""
+    """Rates of the device per second: "copy_bytes" and "matmul_flops"; NaN if they were not measured."""
 
     def __missing__(self, key: str) -> float:
         return float("nan")
@@ -67,7 +67,7 @@ class Context:
         print(line(self.name, row), flush=True)
 
     def run(self, work: Callable[[Context], None]) -> None:
-        """Run the section; an error is kept beside its rows."""
+        """Run the section; an error is kept with its rows."""
         started, entry = time.monotonic(), self._entry
         write(self.folder, self.name, entry)
         try:

@@ -1,4 +1,4 @@
-"""A server on a model's real shape under streams from this process, beside the engine alone on the same requests. The
+"""A server on a model's real shape under streams from this process, against the engine alone on the same requests. The
 loading of adapters is measured apart from the steps that use them."""
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ gated activation and residual in one launch. T tokens, I inputs, O outputs.
 With so few tokens the time is that of reading the weight, and each further launch costs as much as a megabyte of it.
 
 The norm's weights multiply the inputs on the way into the product, and the root mean square of a token, which only the
-last input completes, divides the sums. Where one program's sums are a part of the inputs, the last program to arrive
+last input completes, divides the sums. If one program's sums are a part of the inputs, the last program to arrive
 adds the parts.
 """
 

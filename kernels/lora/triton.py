@@ -30,7 +30,7 @@ EXPAND_CONFIGS = {
     16: LoRAExpandConfig(block=512, dot_block=128, num_warps=2, num_stages=2, programs=8),
     64: LoRAExpandConfig(block=256, dot_block=64, num_warps=8, num_stages=2, programs=8),
 }
-"""Default launch configs by the number of tokens in a tile (`groups.tile_tokens`). Where the warps of a program lie
+"""Default launch configs by the number of tokens in a tile (`groups.tile_tokens`). If the warps of a program lie
 side by side along the outputs, as 2 do along 512, a thread adds up all rank rows of its outputs: on an H200 64 adapters
 at 28,672 outputs take 44 µs, and with 4 warps at 256 outputs 120 µs. 128 units are one for each multiprocessor of an
 H100: 2,048 tokens of 4 adapters have 32 tiles, which without splits would leave three quarters of it idle."""

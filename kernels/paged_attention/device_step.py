@@ -73,8 +73,8 @@ class DeviceStep:
         else:
             self._data = to_device(planner.pack(rows, self._layout), device)
             self._parts = self._make_parts()
-            if planner.fuses_prompts:
-                self._whole = find_whole_prompts(rows, planner.max_short_queries, first_key)
+            if planner.min_fused_tokens is not None:
+                self._whole = find_whole_prompts(rows, planner.max_short_queries, first_key, planner.min_fused_tokens)
         # How many programs of each tile and KV head have written their part; 0 between launches.
         self._arrived = torch.zeros(
             self._layout.num_tiles * planner.shape.num_kv_heads, dtype=torch.int32, device=device

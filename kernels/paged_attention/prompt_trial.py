@@ -1,9 +1,11 @@
-"""Choice between the kernels and torch for whole prompts on a GPU, by a trial of a model's heads at the start."""
+"""Choice between the kernels and torch for whole prompts on a GPU, by trials of a model's heads at the start, at
+several lengths."""
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +21,12 @@ from .whole_prompts import can_serve
 
 logger = logging.getLogger(__name__)
 
-TOKENS = 2048
-"""Tokens of the trial's prompt: long enough for attention to count, which is a tenth of an 8B model's prompt then."""
+SecondsOf = Callable[[Callable[[], object]], float]
+"""Seconds that a function takes."""
+
+LENGTHS = (2048, 512, 128)
+"""Tokens of the trials' prompts. At the first one attention is a tenth of an 8B model's time; the last one is about the
+shortest that tensor cores fill a tile with."""
 MARGIN = 0.95
 """Largest ratio of torch's time to the kernels' for which torch is used: times vary by some percent, and the same
 machine should choose the same at each start."""
@@ -28,21 +34,25 @@ _BLOCK_SIZE = 16
 _ROUNDS, _RUNS = 5, 10
 
 
-def prefers_torch(planner: Planner, dtype: torch.dtype, device: torch.device) -> bool:
-    """True when torch should attend to whole prompts of this model; the trial takes some tens of milliseconds."""
+def min_fused_tokens(planner: Planner, dtype: torch.dtype, device: torch.device) -> int | None:
+    """See `Planner.min_fused_tokens` of this model; the trials take some tens of milliseconds."""
     if device.type != "cuda" or planner.invariant or not can_serve(planner.options, dtype):
-        return False
-    return _can_fuse(planner, dtype, device) and wins(planner, dtype, device, _seconds_on_gpu)
+        return None
+    if not _can_fuse(planner, dtype, device):
+        return None
+    return shortest_win(planner, dtype, device, _seconds_on_gpu)
+
+
+def shortest_win(
+    planner: Planner, dtype: torch.dtype, device: torch.device, seconds_of: SecondsOf, lengths: Sequence[int] = LENGTHS
+) -> int | None:
+    """The last of the falling `lengths` up to which torch wins each trial; None: it loses the first one."""
+    won = itertools.takewhile(lambda tokens: wins(planner, dtype, device, seconds_of, tokens), lengths)
+    return min(won, default=None)
 
 
 @torch.inference_mode()
-def wins(
-    planner: Planner,
-    dtype: torch.dtype,
-    device: torch.device,
-    seconds_of: Callable[[Callable[[], object]], float],
-    tokens: int = TOKENS,
-) -> bool:
+def wins(planner: Planner, dtype: torch.dtype, device: torch.device, seconds_of: SecondsOf, tokens: int) -> bool:
     """True when torch attends to a prompt of `tokens` tokens in less time than the kernels, rotation and the write of
     keys included."""
     num_heads, num_kv_heads, dim = planner.shape
@@ -55,7 +65,8 @@ def wins(
     rotation, kv = Rotation(*angles), LayerKV(*cache)
 
     def seconds(fuses: bool) -> float:
-        step = DeviceStep(replace(planner, fuses_prompts=fuses), dtype, _BLOCK_SIZE, rows, device)
+        fused = replace(planner, min_fused_tokens=1 if fuses else None)
+        step = DeviceStep(fused, dtype, _BLOCK_SIZE, rows, device)
         return seconds_of(lambda: step.attend_qkv(qkv, rotation, None, kv, None))
 
     ours, theirs = seconds(False), seconds(True)
@@ -66,8 +77,8 @@ def wins(
 def _can_fuse(planner: Planner, dtype: torch.dtype, device: torch.device) -> bool:
     """True when torch would not hold all scores of such a prompt in memory."""
     num_heads, num_kv_heads, dim = planner.shape
-    q = torch.empty(1, num_heads, TOKENS, dim, dtype=dtype, device=device)
-    k = torch.empty(1, num_kv_heads, TOKENS, dim, dtype=dtype, device=device)
+    q = torch.empty(1, num_heads, LENGTHS[0], dim, dtype=dtype, device=device)
+    k = torch.empty(1, num_kv_heads, LENGTHS[0], dim, dtype=dtype, device=device)
     return can_use_flash_attention(SDPAParams(q, k, k, None, 0.0, True, num_heads != num_kv_heads))
 
 

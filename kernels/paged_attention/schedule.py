@@ -144,8 +144,9 @@ class Planner:
     options: AttentionOptions = DEFAULT_OPTIONS
     invariant: bool = False
     """True: all tiles have one size and one launch config, for `invariant.py`; their splits change no bit."""
-    fuses_prompts: bool = False
-    """True: torch attends to whole prompts; see `whole_prompts.py`."""
+    min_fused_tokens: int | None = None
+    """Fewest tokens of each whole prompt of a step to which torch attends; None: it never does. See
+    `whole_prompts.py`."""
 
     @property
     def write_config(self) -> KVWriteConfig:

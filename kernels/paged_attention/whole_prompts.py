@@ -53,10 +53,11 @@ def can_serve(options: AttentionOptions, dtype: torch.dtype) -> bool:
     return options.soft_cap is None and not options.shared and dtype != torch.float32
 
 
-def find_whole_prompts(rows: RowArrays, max_short_queries: int, first_key: int) -> WholePrompts | None:
-    """The rows of more than `max_short_queries` queries; None if there are none, or one of them has cached keys."""
+def find_whole_prompts(rows: RowArrays, max_short_queries: int, first_key: int, min_tokens: int) -> WholePrompts | None:
+    """The rows of more than `max_short_queries` queries; None if there are none, or one of them has cached keys or
+    fewer than `min_tokens` tokens: each length is a call of its own, which many short prompts do not repay."""
     which = np.flatnonzero(rows.query_lens > max_short_queries)
-    if not len(which) or (rows.starts[which] > first_key).any():
+    if not len(which) or (rows.starts[which] > first_key).any() or rows.query_lens[which].min() < min_tokens:
         return None
     calls: list[tuple[int, int, int]] = []
     for first, count in zip(rows.token_starts[which].tolist(), rows.query_lens[which].tolist(), strict=True):

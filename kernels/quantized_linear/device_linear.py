@@ -35,6 +35,9 @@ _LEAST = 256
 """Fewest bytes of a row that a program multiplies."""
 _NEARLY = 1.1
 """Quotient of two times of which the shorter is not worth more parts."""
+_TOKENS_A_BYTE = 88
+"""Tokens with which tensor cores multiply a number while memory reads a byte: on an H100 at 0.6 of their 990 TFLOP/s,
+and 3.35 TB/s."""
 DENSE_TOKENS = 512
 """Tokens from which on a library multiplies: below, writing and reading the numbers, four bytes for each, takes longer
 than making them again for each tile of tokens."""
@@ -138,7 +141,7 @@ def _multiply(operands: _Operands, batch_invariant: bool) -> None:
     config = config_of(weight, tile, x.device, x.element_size())
     tiles, blocks = triton.cdiv(num_tokens, tile), triton.cdiv(weight.outputs, config.block_o)
     # The order of a row's sums is that of its parts, which must not depend on the number of tokens.
-    parts = num_parts(weight, config, 1 if batch_invariant else tiles)
+    parts = num_parts(weight, config, tile, 1 if batch_invariant else tiles)
     is_split = parts > 1 and blocks * tiles <= len(weight.arrivals) and not (batch_invariant and tiles > 1)
     if not is_split and not batch_invariant:
         parts = 1
@@ -213,10 +216,22 @@ def shape_of(weight: DeviceWeight, tile: int, itemsize: int) -> tuple[int, int, 
     return tile, bucket(weight.inputs), bucket(weight.outputs), weight.bits, size
 
 
-def num_parts(weight: DeviceWeight, config: QuantizedLinearConfig, tiles: int = 1) -> int:
-    """Number of parts of the inputs in a launch for so many tiles of tokens. `config.programs` run at a time, so that
-    a launch takes as long as its rounds of parts; of nearly equal numbers the least writes the fewest sums."""
+def num_parts(weight: DeviceWeight, config: QuantizedLinearConfig, tile: int, tiles: int = 1) -> int:
+    """Number of parts of the inputs in a launch for `tiles` tiles of `tile` tokens.
+
+    `config.programs` run at a time, so that a launch takes as long as its rounds of programs, in which the codes are
+    read and multiplied; and with several parts the sums of each are written and read. Both are counted in bytes. Of
+    nearly equal times the one with the fewest parts is taken.
+    """
     programs = triton.cdiv(weight.outputs, config.block_o) * tiles
+    numbers = weight.codes.numel() * 8 // weight.bits
+    work = tiles * max(weight.codes.nbytes, numbers * tile / _TOKENS_A_BYTE)
+    sums = 2 * 4 * tiles * tile * weight.outputs
+
+    def num_bytes(parts: int) -> float:
+        rounds = triton.cdiv(programs * parts, config.programs) * config.programs / (programs * parts)
+        return rounds * work + (parts * sums if parts > 1 else 0)
+
     most = max(1, min(_MAX_PARTS, weight.codes.shape[1] // _LEAST))
-    times = [triton.cdiv(programs * parts, config.programs) / parts for parts in range(1, most + 1)]
+    times = [num_bytes(parts) for parts in range(1, most + 1)]
     return next(index + 1 for index, time in enumerate(times) if time <= _NEARLY * min(times))

@@ -4,7 +4,7 @@ One program a row. It scales the row, remembering the largest logit of each of i
 token). For top-k the k-th largest of those is a bound that at least k logits reach, so all that top-k can need reach
 it. For top-p a few passes over the row, each with several bounds at once, narrow the range in which the nucleus ends.
 The logits that reach the bound, or are in the range, are put aside, each lane its own, without any exchange between
-threads, and the bisections run over them, a few tiles instead of the vocabulary. Where they do not fit or do not
+threads, and the bisections run over them, a few tiles instead of the vocabulary. If they do not fit or do not
 suffice, the same bisections run over the row itself: slower, and as exact.
 
 A row or its candidates: logit (lane, j) stands at lane + j * BLOCK for j below the lane's count. Everything about a row

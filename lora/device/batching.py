@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...kernels.lora import keep_mask
 from ...kernels.lora.groups import GroupBuffer, RowGroups, is_grouped
 from ...kernels.lora.native import is_native
+from ...models.batch import DraftWeights
 from ..registry.versions import AdapterVersion
 from .layers import LoraBatch, LoraRun, LoraSegment, RowSelection, row_segments
 from .learnt import LearntWeights
@@ -31,6 +32,16 @@ PlanRows = Sequence[tuple[AdapterVersion | None, int]]
 """(request.adapter, number of tokens or logits rows); every adapter is that of an admitted request."""
 DraftRows = Sequence[tuple[AdapterVersion | LearntWeights | None, int]]
 """The same of a drafter's pass; learnt draft weights take the place of the adapter's own."""
+TargetDraftRows = Sequence[tuple[AdapterVersion | DraftWeights | None, int]]
+"""The same of a pass by which the target drafts for itself."""
+
+
+class DeviceWeights(NamedTuple):
+    """Weights on the device; the fields after the first as in `AdapterVersion`."""
+
+    allocation: Allocation
+    is_plain: bool
+    targets_experts: bool
 
 
 def _runs(rows: Iterable[tuple[Allocation | None, int]]) -> list[LoraRun]:
@@ -165,6 +176,7 @@ class StepAdapters:
         max_rank: int,
         *,
         batch_invariant: bool = False,
+        target_draft: DeviceWeights | None = None,
     ) -> None:
         """Make the batchers of a pool's rank rows.
 
@@ -174,14 +186,17 @@ class StepAdapters:
             device: Device of the rows.
             max_rank: Largest rank of steps that are replayed from captured graphs.
             batch_invariant: See `LoraBatcher`; for the target and its head, since a drafter's rounding changes no text.
+            target_draft: Draft weights of the base model, if the target drafts for itself; in rows after the pool's.
         """
-        self._pool = pool
+        self._pool, self._target_draft = pool, target_draft
+        num_more = 0 if target_draft is None else len(target_draft.allocation.rows)
 
-        def batcher(batch_invariant: bool) -> LoraBatcher:
-            buffer = GroupBuffer(pool.num_rows, max_rank, device) if is_grouped(dtype, device) else None
+        def batcher(batch_invariant: bool, max_rank: int = max_rank) -> LoraBatcher:
+            buffer = GroupBuffer(pool.num_rows + num_more, max_rank, device) if is_grouped(dtype, device) else None
             return LoraBatcher(dtype, device, batch_invariant=batch_invariant, buffer=buffer)
 
-        self._tokens, self._head, self._draft = batcher(batch_invariant), batcher(batch_invariant), batcher(False)
+        self._tokens, self._head = batcher(batch_invariant), batcher(batch_invariant)
+        self._draft = batcher(False, max(max_rank, num_more))
 
     def prepare(self, rows: PlanRows, *, always: bool = False) -> LoraBatch | None:
         """Return the batch of the target's pass over rows of tokens; None when all are the base model's. `always`: see
@@ -206,6 +221,22 @@ class StepAdapters:
 
         return self._build(self._draft, rows, find, always=always)
 
+    def prepare_target_draft(self, rows: TargetDraftRows, *, always: bool = False) -> LoraBatch | None:
+        """Return the batch of a pass by which the target drafts for itself: tokens of requests have their adapters, and
+        tokens that stand for drafts their adapters' draft weights, else the base model's."""
+        found = [(self._weights(handle), count) for handle, count in rows]
+        return self._build(self._draft, found, lambda weights: weights.allocation, always=always)
+
+    def _weights(self, handle: AdapterVersion | DraftWeights | None) -> DeviceWeights | None:
+        is_draft = isinstance(handle, DraftWeights)
+        version: AdapterVersion | None = handle.adapter if isinstance(handle, DraftWeights) else handle
+        allocation = None if version is None else self._pool.ready_allocation(version.digest)
+        if is_draft and allocation is not None:
+            allocation = allocation.draft
+        if version is None or allocation is None:
+            return self._target_draft if is_draft else None
+        return DeviceWeights(allocation, version.is_plain, version.targets_experts)
+
     def _allocation(self, version: AdapterVersion) -> Allocation:
         assert version.digest is not None
         return self._pool.allocation(version.digest)
@@ -213,7 +244,7 @@ class StepAdapters:
     def _build(
         self,
         batcher: LoraBatcher,
-        rows: DraftRows,
+        rows: Sequence[tuple[AdapterVersion | LearntWeights | DeviceWeights | None, int]],
         find: Callable[[Any], Allocation | None],
         *,
         always: bool,

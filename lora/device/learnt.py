@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .layout import LoraWeights
 from .pool import Allocation
-from .sites import AdapterSites
+from .sites import RowSites
 
 ModuleWeights = Mapping[str, tuple[Tensor, Tensor]]
 """A [r, in] and B [r, out], with the scale folded in, of each module."""
@@ -38,7 +38,7 @@ class LearntWeights:
 class LearntRows:
     """Writes learnt draft weights to their rows."""
 
-    def __init__(self, sites: AdapterSites, first_row: int, rank: int, num_slots: int) -> None:
+    def __init__(self, sites: RowSites, first_row: int, rank: int, num_slots: int) -> None:
         """`sites`: the drafter's, with `num_slots` times `rank` rows from `first_row` on."""
         self._sites = sites
         self._rows = [tuple(range(first_row + i * rank, first_row + (i + 1) * rank)) for i in range(num_slots)]

@@ -24,16 +24,17 @@ from ...platform.core.errors import InvalidRequestError
 from ...platform.core.sizes import format_bytes
 
 
-def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
+def count_rows(config: LoRAConfig, bytes_per_row: int, num_parts: int = 1) -> int:
     """Return the number of rank rows: as many as fit into `lora_memory`, else `max_loras` adapters of the largest rank.
 
     `bytes_per_row` is without the vocabulary's rows. These are far wider, and count only for adapters that have some.
+    `num_parts`: 2 if an adapter's draft weights have rows of their own.
 
     Raises:
         InvalidRequestError: that is less than one adapter of the largest rank.
     """
     if config.memory_bytes is None:
-        return config.max_loras * config.max_lora_rank
+        return config.max_loras * config.max_lora_rank * num_parts
     num_rows = config.memory_bytes // max(1, bytes_per_row)
     if num_rows < config.max_lora_rank:
         least = config.max_lora_rank * bytes_per_row
@@ -48,14 +49,18 @@ def count_rows(config: LoRAConfig, bytes_per_row: int) -> int:
 class Allocation:
     """Rank rows that an adapter owns on the device. Compared by identity. Immutable."""
 
-    __slots__ = ("__weakref__", "index", "key", "rows", "size")
+    __slots__ = ("__weakref__", "draft", "index", "key", "rows", "size")
 
-    def __init__(self, key: bytes, rows: tuple[int, ...], num_reserved: int = 0) -> None:
+    def __init__(
+        self, key: bytes, rows: tuple[int, ...], num_reserved: int = 0, draft: Allocation | None = None
+    ) -> None:
         self.key = key
         self.rows = rows
         """Ascending."""
         self.size = len(rows) + num_reserved
         """Rank rows that it counts as: its own, and those equivalent to its other memory."""
+        self.draft = draft
+        """Rows of its draft weights, if these have rows of their own; they are among the rows that it counts as."""
         self.index: NDArray[np.int32] = np.array(rows, np.int32)
         """`rows` as an array, [n]."""
 
@@ -146,7 +151,13 @@ class RowPool:
         return num_rows + (-(-num_bytes // self._row_bytes) if self._row_bytes else 0)
 
     def allocate(
-        self, key: bytes, num_rows: int, victims: Iterable[bytes] | None = None, *, num_bytes: int = 0
+        self,
+        key: bytes,
+        num_rows: int,
+        victims: Iterable[bytes] | None = None,
+        *,
+        num_bytes: int = 0,
+        num_draft_rows: int = 0,
     ) -> Allocation | None:
         """Give `key` rows, and evict others for them; None, without a change, if there are not enough.
 
@@ -155,6 +166,7 @@ class RowPool:
             num_rows: Number of its rank rows.
             victims: Adapters that may be evicted, in this order; by default all, the least recently used first.
             num_bytes: Memory that it takes in addition to its rank rows.
+            num_draft_rows: How many of its rank rows are for its draft weights alone.
         """
         if key in self._entries:
             raise ValueError("the adapter has rows already")
@@ -172,7 +184,9 @@ class RowPool:
             return None
         for victim in going:
             self.evict(victim)
-        allocation = Allocation(key, self._take(num_rows), size - num_rows)
+        rows, first = self._take(num_rows), num_rows - num_draft_rows
+        draft = Allocation(key, rows[first:]) if num_draft_rows else None
+        allocation = Allocation(key, rows[:first], size - first, draft)
         self.num_free -= size
         self._entries[key] = _Entry(allocation)
         return allocation
@@ -191,6 +205,8 @@ class RowPool:
 
     def _give_back(self, allocation: Allocation) -> None:
         self._is_free[allocation.index] = True
+        if allocation.draft is not None:
+            self._is_free[allocation.draft.index] = True
         self.num_free += allocation.size
         self._on_free(allocation)
 
@@ -254,7 +270,8 @@ class RowPool:
     def check_integrity(self) -> None:
         """Check that every row is free, or belongs to one adapter, or is still being written for an evicted one."""
         allocations = {entry.allocation for entry in self._entries.values()} | self._writing
-        owned = [row for allocation in allocations for row in allocation.rows]
+        parts = [part for whole in allocations for part in (whole, whole.draft) if part is not None]
+        owned = [row for part in parts for row in part.rows]
         free = np.flatnonzero(self._is_free).tolist()
         assert len(owned) == len(set(owned)), "a row belongs to two adapters"
         assert not set(free).intersection(owned), "a row in use is free"

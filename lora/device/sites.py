@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +35,9 @@ class AdapterHooks(NamedTuple):
     draft_method: str = ""
     """The method of speculation."""
     draft_linears: Sequence[Linear] = ()
-    """The drafter's linears; none: draft weights are not read."""
+    """The drafter's linears; none: draft weights are not read, unless there is a `target_draft`."""
+    target_draft: Path | None = None
+    """Folder of the LoRA through which the target drafts for itself; adapters' draft weights are for the target too."""
     on_gone: Callable[[bytes], None] = lambda digest: None
     """Called with the digest of an adapter without names and requests."""
     batch_invariant: bool = False
@@ -53,6 +56,26 @@ class AdapterHooks(NamedTuple):
     """Rank of draft weights that are learnt while serving."""
     num_learners: int = 0
     """Number of such weights that are on the device at once."""
+
+
+class RowSites(Protocol):
+    """Sites of a model, or of one part of its weights."""
+
+    @property
+    def model(self) -> ModelModules:
+        """Modules that weights may be for, and the layout of their rows."""
+        ...
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a rank row."""
+        ...
+
+    def allocate(self, num_rows: int) -> None:
+        """Allocate the rows."""
+
+    def write(self, allocation: Allocation, packed: PackedModules) -> None:
+        """Write weights to their rows."""
 
 
 class AdapterSites:
@@ -185,6 +208,31 @@ class AdapterSites:
         return share._replace(biases=biases, own_rows=packed.own_rows, invocation=packed.invocation)
 
 
+class TargetDraftSites:
+    """The target's sites for weights with which it drafts: they lie in rows of their own (`Allocation.draft`), and not
+    on embeddings and heads."""
+
+    row_bytes = 0
+
+    def __init__(self, target: AdapterSites) -> None:
+        self._target = target
+        shapes = {
+            name: shape
+            for name, shape in target.model.shapes.items()
+            if not shape.embedding and name not in (LM_HEAD, SCORE)
+        }
+        self.model = ModelModules(shapes, target.model.layout)
+        """The target's projections."""
+
+    def allocate(self, num_rows: int) -> None:
+        """The target has allocated them."""
+
+    def write(self, allocation: Allocation, packed: PackedModules) -> None:
+        """Write an adapter's draft weights, if it has any."""
+        if allocation.draft is not None:
+            self._target.write(allocation.draft, packed)
+
+
 def _on_gpu(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cuda" or is_grouped(dtype, device)
 
@@ -227,9 +275,9 @@ def _live(arena: RowArena, first: int, count: int) -> tuple[Live, Tensor | None]
 
 def make_sites(
     linears: Sequence[Linear], hooks: AdapterHooks, dtype: torch.dtype, device: torch.device
-) -> tuple[AdapterSites, AdapterSites]:
+) -> tuple[AdapterSites, RowSites]:
     """Make the sites of the target and of the drafter, which may have none. Both are still to be allocated."""
-    return (
-        AdapterSites(linears, hooks.embedding, dtype, device, hooks.score),
-        AdapterSites(hooks.draft_linears, None, dtype, device),
-    )
+    target = AdapterSites(linears, hooks.embedding, dtype, device, hooks.score)
+    if hooks.target_draft is not None:
+        return target, TargetDraftSites(target)
+    return target, AdapterSites(hooks.draft_linears, None, dtype, device)

@@ -147,7 +147,11 @@ class Residency:
             return False
         before = len(self.pool)
         allocation = self.pool.allocate(
-            digest, adapter.rows, self._device_victims(order), num_bytes=adapter.bytes_beside_rows
+            digest,
+            adapter.rows,
+            self._device_victims(order),
+            num_bytes=adapter.bytes_beside_rows,
+            num_draft_rows=adapter.draft_rows,
         )
         if allocation is None:
             self._no_rows[size] = min(order, self._no_rows.get(size, LEAST_URGENT))

@@ -10,7 +10,7 @@ import torch
 from ..adapter import Adapter
 from ..device.layout import PackedModules
 from ..device.pool import Allocation
-from ..device.sites import AdapterSites
+from ..device.sites import RowSites
 
 
 class RowWriter:
@@ -18,7 +18,7 @@ class RowWriter:
 
     def __init__(
         self,
-        sites: Sequence[AdapterSites],
+        sites: Sequence[RowSites],
         device: torch.device,
         on_write: Callable[[Allocation, PackedModules], None] | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kernels.paged_attention import RowArrays
 from ...kernels.paged_attention.device_step import DeviceStep
-from ...kernels.paged_attention.prompt_trial import prefers_torch
+from ...kernels.paged_attention.prompt_trial import min_fused_tokens
 from ...kernels.paged_attention.schedule import Capacity, Planner, describe_gpu, is_supported
 from ...kernels.tuning import configs_of
 from ..batch import SequenceRows
@@ -34,7 +34,7 @@ class TritonAttention(AttentionBackend):
         gpu = describe_gpu(spec.device)
         configs = configs_of(spec.device)
         planner = Planner(spec.shape, spec.dtype.itemsize, gpu, num_splits, configs, spec.options, self.invariant)
-        self._planner = replace(planner, fuses_prompts=prefers_torch(planner, spec.dtype, spec.device))
+        self._planner = replace(planner, min_fused_tokens=min_fused_tokens(planner, spec.dtype, spec.device))
 
     def plan(self, rows: SequenceRows, positions: np.ndarray, block_size: int) -> DeviceStep:
         """See AttentionBackend."""

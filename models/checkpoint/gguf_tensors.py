@@ -103,7 +103,7 @@ class GgufTensors:
         return _stored(self._whole(stored)) if stored in self._tensors else None
 
     def _of_merged(self, stored: str) -> StoredTensor | None:
-        """A projection of queries, keys or values, where the file has one tensor for the three."""
+        """A projection of queries, keys or values, if the file has one tensor for the three."""
         import numpy as np
 
         found = _PROJECTION.search(stored)
@@ -114,7 +114,7 @@ class GgufTensors:
         ends = np.cumsum([0, config.num_heads, config.num_kv_heads, config.num_kv_heads]) * config.head_dim
         whole, index = self._whole(merged), "qkv".index(found[1])
         if whole.stored[0] != ends[-1]:
-            return _stored(whole)  # the error tells the two shapes
+            return _stored(whole)  # the error has both shapes
         return _stored(whole._replace(rows=np.arange(ends[index], ends[index + 1])))
 
     def _whole(self, stored: str) -> Matrix:
@@ -167,7 +167,7 @@ def _rows_by_head(config: DecoderConfig, size: int) -> np.ndarray | None:
 
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     if size != (heads + 2 * kv_heads) * dim:
-        return None  # the error tells the two shapes
+        return None  # the error has both shapes
     rows = np.arange(size).reshape(-1, dim)
     parts = [part.reshape(kv_heads, -1, dim) for part in np.split(rows, [heads, heads + kv_heads])]
     return np.concatenate(parts, 1).reshape(-1)
@@ -187,7 +187,7 @@ def _of_tiled(states: DeltaNet, stored: str, size: int) -> np.ndarray | None:
         (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias"): heads,
     }
     found = next((order for endings, order in orders.items() if stored.endswith(endings)), None)
-    return found if found is not None and len(found) == size else None  # else the error tells the two shapes
+    return found if found is not None and len(found) == size else None  # else the error has both shapes
 
 
 def _by_key_head(config: DecoderConfig) -> np.ndarray:
@@ -229,7 +229,7 @@ def _stacked(parts: list[StoredTensor | None], rows: np.ndarray | None = None) -
     if len(found) < len(parts):
         return None
     size = sum(part.shape[0] for part in found)
-    order = rows if rows is not None and len(rows) == size else None  # else the error tells the two shapes
+    order = rows if rows is not None and len(rows) == size else None  # else the error has both shapes
 
     def read() -> Weight:
         import torch

@@ -63,7 +63,7 @@ def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
             param="tokenizer",
         )
     split = found.get(_SPLIT, "default")
-    # Not by `from_pretrained`, which prefers a tokenizer.json beside the file.
+    # Not by `from_pretrained`, which prefers a tokenizer.json next to the file.
     built = PreTrainedTokenizerFast(name_or_path=str(file.parent.absolute()), gguf_file=file.name)
     built = _without_strange_tokens(built, len(found[TOKENS]))
     if not _mend_split(built.backend_tokenizer, split):

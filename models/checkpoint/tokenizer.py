@@ -105,7 +105,7 @@ def _no_tiktoken_cache() -> Iterator[None]:
 
 
 def _load_tekken(file: Path) -> PreTrainedTokenizerBase:
-    """Tokenizer of Mistral's own file, with the template beside it, or one that mistral-common makes."""
+    """Tokenizer of Mistral's own file, with the template next to it, or one that mistral-common makes."""
     try:
         mistral: Any = import_module("transformers.integrations.mistral")
         tokenizer: PreTrainedTokenizerFast = mistral.convert_tekken_tokenizer(str(file))

@@ -59,8 +59,9 @@ def translation(one: Path, other: Path, sizes: tuple[int, int]) -> Translation |
     if not first or not theirs:
         return None
     stand_ins, common = [min(second)] * sizes[0], dict[bytes, int]()
+    longest = max(map(len, theirs))
     for token, text in sorted(first.items()):
-        ends = (text[start:] for start in range(len(text)))
+        ends = (text[start:] for start in range(max(0, len(text) - longest), len(text)))
         stand_ins[token] = next((theirs[end] for end in ends if end in theirs), stand_ins[token])
         if text in theirs:
             common.setdefault(text, token)
@@ -105,14 +106,12 @@ def _read(model: Path) -> dict[str, int]:
         return {}
     pieces, added = raw.get("model"), raw.get("added_tokens")
     vocabulary: Any = pieces.get("vocab") if isinstance(pieces, dict) else None
-    if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score, in the order of the ids
-        vocabulary = {pair[0]: index for index, pair in enumerate(vocabulary) if isinstance(pair, list) and pair}
-    if not isinstance(vocabulary, dict):
+    if isinstance(vocabulary, dict):
+        pairs = [*vocabulary.items()]
+    elif isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score, in the order of the ids
+        pairs = [(pair[0], index) for index, pair in enumerate(vocabulary) if isinstance(pair, list) and pair]
+    else:
         return {}
     more = added if isinstance(added, list) else []
-    named = {token.get("content"): token.get("id") for token in more if isinstance(token, dict)}
-    return {
-        token: index
-        for token, index in {**vocabulary, **named}.items()
-        if isinstance(token, str) and isinstance(index, int)
-    }
+    pairs += [(token.get("content"), token.get("id")) for token in more if isinstance(token, dict)]
+    return {token: index for token, index in pairs if isinstance(token, str) and isinstance(index, int)}

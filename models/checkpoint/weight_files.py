@@ -176,7 +176,7 @@ def load_into(slot: WeightSlot, name: str, stored: StoredTensor, param: str, *, 
         what = "has no values" if tensor.is_meta else "is sparse"
         raise InvalidRequestError(f"the tensor {name} {what}", param=param)
     if tensor.dtype not in (_INTEGERS if integers else _PLAIN):
-        kind = "integers" if integers else "float32, bfloat16, float16 or float64, or have scales beside it"
+        kind = "integers" if integers else "float32, bfloat16, float16 or float64, or have scales with it"
         raise InvalidRequestError(
             f"the tensor {name} is {str(tensor.dtype).removeprefix('torch.')}, it must be of {kind}", param=param
         )

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: latent attention, and from some layer on experts in groups beside some that every token visits."""
+"""DeepSeek-V2: latent attention, and from some layer on experts in groups, and some that every token visits."""
 
 from .traits import ExpertTraits, FamilyTraits
 

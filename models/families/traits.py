@@ -62,7 +62,7 @@ class ExpertTraits:
     """True: a token visits the experts of its largest logits with its state times their sigmoids, and the results are
     added as they are (Llama 4)."""
     merged_block: str = "mlp"
-    """Module of a layer that holds the tensors of all experts, where they are merged."""
+    """Module of a layer that holds the tensors of all experts, if they are merged."""
     grouped: bool = False
     """True: experts are chosen from the best of `n_group` groups, unless `topk_method` is "greedy", and their weights
     have the factor `routed_scaling_factor`."""

@@ -53,7 +53,7 @@ class CacheScales:
         self._key, self._value = scale if "k" in kind else self._key, scale if "v" in kind else self._value
 
     def enter(self, qkv: Tensor, norm: RMSNorm | None) -> RMSNorm | None:
-        """Scale qkv [T, (H + 2 Hk) · D] in place; where there is a `norm` of queries and keys, return one that scales
+        """Scale qkv [T, (H + 2 Hk) · D] in place; if there is a `norm` of queries and keys, return one that scales
         these."""
         if self._factors is None:
             num_heads, num_kv_heads = self._heads

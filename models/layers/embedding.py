@@ -51,7 +51,7 @@ class OwnRowSite(Protocol):
         """Replace y [T, H] where a token's adapter has a row for it; y is mutated."""
 
     def logits(self, y: Tensor, hidden: Tensor, adapters: Any) -> Tensor:
-        """Logits of the adapters' own rows in place of y [R, vocab], or beside it: an adapter may have more tokens."""
+        """Logits of the adapters' own rows in place of y [R, vocab], or after it: an adapter may have more tokens."""
         ...
 
     def mask(self, y: Tensor, adapters: Any) -> None:
@@ -122,7 +122,7 @@ class Embedding:
         self.quantize: Callable[[Tensor], QuantizedWeight] | None = None
         """Function that quantises table and head when they are loaded, set before by who wants it."""
         self.single_copy = False
-        """True: no copy of a tied table is kept beside the head where that can be avoided, though lookups are slower;
+        """True: no copy of a tied table is kept next to the head if that can be avoided, though lookups are slower;
         set before it is loaded."""
         self.part: VocabularyPart | None = None
         """Share of this process, set before it is loaded; None: the whole."""
@@ -315,7 +315,7 @@ class Embedding:
         return weight[rows].to(self.device, self._dtype).contiguous()
 
     def _set_table(self, weight: Weight) -> None:
-        """Keep rows for lookups; of a tied head the packed rows serve where they can be read."""
+        """Keep rows for lookups; of a tied head the packed rows serve if they can be read."""
         if self.tied:
             self._set_head("weight", weight)
         is_plain = isinstance(weight, Tensor)

@@ -30,7 +30,7 @@ class ScoreConfig(NamedTuple):
 
 
 def read_score(values: Mapping[str, Any]) -> ScoreConfig:
-    """Labels of a classifier's config.json; softmax where it names no `problem_type`, and sigmoid for a single label.
+    """Labels of a classifier's config.json; softmax if it names no `problem_type`, and sigmoid for a single label.
 
     Raises:
         UnsupportedModelError: a wrong value; `param` names the field.

@@ -29,7 +29,7 @@ class WeightSlot:
     is_elsewhere: bool = False
     """True: another process has the tensor, so that it is not read and not loaded here."""
     remember: Callable[[Callable[[], Weight]], None] | None = None
-    """Take the function that reads the tensor again, where this process keeps a part of it."""
+    """Take the function that reads the tensor again, if this process keeps a part of it."""
 
     def fill(self, weight: Weight) -> None:
         """Take a weight in either form."""

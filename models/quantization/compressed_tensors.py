@@ -5,7 +5,7 @@ pack-quantized   weight_packed int32 [O, I · bits / 32], weight_shape [2], weig
 int-quantized    weight int8 [O, I], weight_scale [1], [O, 1] or [O, G], maybe weight_zero_point of that shape
 float-quantized  weight float8 [O, I], weight_scale of a tensor, rows or blocks
 
-Inputs are rounded to int8 where the config says so for an int8 weight with one scale for each row (W8A8), with a scale
+Inputs are rounded to int8 if the config says so for an int8 weight with one scale for each row (W8A8), with a scale
 of their own for each token, also where the file has fixed ones. Inputs of float8 weights are rounded as `fp8.py` says.
 All other inputs stay as they are.
 """

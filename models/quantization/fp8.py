@@ -58,7 +58,7 @@ def _input_bound(values: Mapping[str, Any]) -> float:
 
 
 def block_size(value: object, option: str) -> tuple[int, int] | None:
-    """Outputs and inputs of a block; None where there are none."""
+    """Outputs and inputs of a block; None if there are none."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 0 < n < 1 << 20 for n in value):

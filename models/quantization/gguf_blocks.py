@@ -1,7 +1,7 @@
 """Blocks of GGUF files (ggml's quantised types) as codes, scales and offsets.
 
 A block is some bytes that hold 32 or 256 neighbouring inputs of an output. d and m are float16 numbers of the block;
-types of 256 inputs have a small integer for each sub-block beside them. N blocks.
+types of 256 inputs also have a small integer for each sub-block. N blocks.
 """
 
 from __future__ import annotations

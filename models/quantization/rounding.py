@@ -64,7 +64,7 @@ def choose_rounding(
 
 
 def _by_rows(weight: Tensor, quantise: Callable[[Tensor], QuantizedWeight]) -> QuantizedWeight:
-    """Join the results for a few rows at a time, so that little memory is needed beside them."""
+    """Join the results for a few rows at a time, so that little more memory is needed."""
     chunks = [quantise(rows.float()) for rows in weight.split(max(1, _CHUNK // max(1, weight.shape[1])))]
     return chunks[0] if len(chunks) == 1 else QuantizedWeight.cat(chunks)
 

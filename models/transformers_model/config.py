@@ -190,7 +190,7 @@ class _DryPass:
             )
 
     def _note(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        # Some families have angles in float32 beside queries in bfloat16; the backend's are in the queries' dtype.
+        # Some families have angles in float32 with queries in bfloat16; the backend's are in the queries' dtype.
         if cos.shape == sin.shape == (1, TOKENS, q.shape[3]) and cos.dtype == sin.dtype == q.dtype:
             self._noted = q, k
         return q, k

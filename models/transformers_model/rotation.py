@@ -1,6 +1,6 @@
 """Rotation left to the attention backend: one launch, or none, instead of a dozen operations a layer.
 
-Attention modules of transformers call `apply_rotary_pos_emb` of their file. Where that is Llama's, and what it returns
+Attention modules of transformers call `apply_rotary_pos_emb` of their file. If that is Llama's, and what it returns
 goes to attention unchanged, they get one that only notes the angles. The functions of transformers stay as they are.
 """
 

@@ -132,6 +132,7 @@ class _Writer:
         left = len(self._missing) - self._count
         if left <= self._max_num_seqs:  # none waits, and the longest answers end last: no estimate is right
             return f"{line}, the last {left} are being written"
+        if self._count <= self._max_num_seqs:  # they began together, and the shortest end first: no estimate either
+            return f"{line}, {duration(seconds)} so far"
         window = list(self._ended)
-        since = self._began if self._count <= _WINDOW else window[0]
-        return f"{line}, about {duration(left * (window[-1] - since) / len(window))} left"
+        return f"{line}, about {duration(left * (window[-1] - window[0]) / (len(window) - 1))} left"

@@ -96,9 +96,7 @@ def _method(options: TrainOptions) -> str:
     from ...spec_decode.training.build import read_head
 
     head = read_head(options)
-    if head is None:
-        return "draft_model"
-    return "eagle3" if head.config.eagle3 else "eagle"
+    return "draft_model" if head is None else head.method
 
 
 def _decode(llm: LLM, prompts: Sequence[list[int]], lora: LoRARequest | None, num_drafts: int | None) -> Decoding:

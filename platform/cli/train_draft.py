@@ -27,6 +27,7 @@ Train a drafter by distillation from a target model, or from the target with an 
 
   eagle3, eagle, medusa   a head, written in the public format of its kind
   dflash, dspark          a drafter of whole blocks, likewise
+  uno                     a LoRA through which the target drafts for itself, written as a PEFT adapter
   draft-lora              draft weights of an adapter for the drafter --draft, written as a PEFT adapter: the
                           folder draft/ of the adapter, or draft/<method>/
 

@@ -18,7 +18,7 @@ from ..core.constraint_check import CHECKER
 from ..core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ..core.lora_request import LoRA, LoRAMix, LoRARequest
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo
-from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
+from ..core.model_limits import MAX_TOKEN_IDS, check_context, check_params, check_token_ids
 from ..core.sampling_params import (
     MAX_SALT_CHARS,
     MAX_SEED,
@@ -109,7 +109,8 @@ class InputProcessor:
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         if params is None or isinstance(params, Defaults):
             params = SamplingParams(**({} if params is None else params.fields))
-            params.max_tokens = min(params.max_tokens or 1, self._info.max_model_len - len(prompt.token_ids))
+            room = self._info.max_model_len - len(prompt.token_ids)
+            params.max_tokens = max(1, min(params.max_tokens or 1, room))
         resolved, ignored = self._resolve_params(params, prompt, self.num_ids(lora))
         return Prepared(request_id, self, prompt, resolved, lora, options, kind, arrival_time, ignored)
 
@@ -125,8 +126,8 @@ class InputProcessor:
     # --- prompts --------------------------------------------------------------------------------------------------
 
     def parse_prompt(self, prompt: Prompt, num_ids: int | None = None) -> ParsedPrompt:
-        """Tokenize a prompt (a plain text gets the tokenizer's special tokens) and check its length, and that ids are
-        below `num_ids`, by default those of the model."""
+        """Tokenize a prompt (a plain text gets the tokenizer's special tokens) and check that ids are below `num_ids`,
+        by default those of the model. `prepare` checks the length; of one far above it not all may be read."""
         text: Any = None
         token_ids: Any = None
         cache_salt: Any = ""
@@ -156,13 +157,7 @@ class InputProcessor:
         )
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        self._check_num_tokens(len(ids))
         return ParsedPrompt(ids, cache_salt, text)
-
-    def _check_num_tokens(self, num_tokens: int) -> None:
-        limit = self._info.max_model_len
-        if num_tokens > limit:
-            raise PromptTooLongError.of(limit, num_tokens, param="prompt")
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int, param: str = "prompt") -> list[int]:
         """Token ids of a text. A long text is tokenized in growing pieces, and refused as soon as its prefix has a
@@ -219,14 +214,12 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"a prompt must be text or token ids, got {quote_for_error(token_ids)}", param="prompt"
             )
-        if isinstance(token_ids, Sequence):
-            self._check_num_tokens(len(token_ids))
+        if not isinstance(token_ids, Sequence):  # of an iterator, which may have no end, one more than fit
+            token_ids = islice(token_ids, self._info.max_model_len + 1)
         try:
-            # One more than fit, of an array or an iterator that may have any number.
-            ids = [operator.index(token_id) for token_id in islice(token_ids, self._info.max_model_len + 1)]
+            ids = [operator.index(token_id) for token_id in token_ids]
         except TypeError as error:
             raise InvalidRequestError(f"prompt_token_ids must be integers: {error}", param="prompt") from error
-        self._check_num_tokens(len(ids))
         check_token_ids("prompt", ids, num_ids)
         return ids
 
@@ -247,14 +240,13 @@ class InputProcessor:
         schema that do not hold."""
         if not isinstance(params, SamplingParams):
             raise invalid("sampling_params", f"must be SamplingParams, got {params!r}")
-        num_prompt_tokens = len(prompt.token_ids)
-        room = self._info.max_model_len - num_prompt_tokens
-        if room == 0 and params.only_scores:
-            room = 1  # the token after the last one is predicted, and takes no place itself
-        wanted = 1 if params.max_tokens is None else params.max_tokens
-        if wanted > room:
-            param, limit = "max_tokens" if room > 0 else prompt.field, self._info.max_model_len
-            raise PromptTooLongError.of(limit, num_prompt_tokens, wanted, prompt=prompt.field, param=param)
+        room = check_context(
+            self._info.max_model_len,
+            len(prompt.token_ids),
+            1 if params.max_tokens is None else params.max_tokens,
+            only_scores=params.only_scores,
+            prompt=prompt.field,
+        )
         if self.tokenizer is None:
             params = _without_text(params)
         if params.stop_strings and not params.detokenize:

@@ -1,6 +1,6 @@
 """Wake-ups of the consumers of running requests when a step has brought tokens.
 
-Each wake-up costs the consumer's whole way out: counts for metrics, JSON, a system call for its socket. Where the
+Each wake-up costs the consumer's whole way out: counts for metrics, JSON, a system call for its socket. If the
 engine computes on the same cores, its steps lack that time. So with many requests at once and short steps a consumer is
 not woken for every token; it finds several of them the next time.
 """

@@ -6,7 +6,7 @@ machine, and a declared table of incompatible options.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import incompatibilities
 from .compat.unsupported_options import accepts_unsupported_options
@@ -55,6 +55,8 @@ class ModelFacts:
     """Bytes of one state of all layers with a recurrent state; 0: there are none."""
     quantization: str | None = None
     """Method by which the stored weights are quantised; None: they are not."""
+    num_drafts: int | None = None
+    """Drafts a step that the drafter's files name; None: they name no number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +230,8 @@ def resolve(args: EngineArgs, facts: ModelFacts, hardware: Hardware) -> EngineCo
         )
     on_cpu, is_divided = hardware.device == "cpu", args.tensor_parallel_size > 1
     speculative = parse_speculative(args.speculative_config, args.download_dir)
+    if speculative is not None and not speculative.drafts_given and facts.num_drafts is not None:
+        speculative = replace(speculative, num_speculative_tokens=facts.num_drafts)
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
     seats = most_sequences(64 if on_cpu else 256, facts, num_drafts, cache_memory(args, hardware))
     max_num_seqs = args.max_num_seqs or seats

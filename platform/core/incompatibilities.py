@@ -20,6 +20,12 @@ def _learns(args: EngineArgs) -> bool:
     return isinstance(config, Mapping) and config.get("learn") is not None
 
 
+def _drafts_for_itself(args: EngineArgs) -> bool:
+    """True if the target drafts for itself."""
+    config = args.speculative_config
+    return isinstance(config, Mapping) and config.get("method") == "uno"
+
+
 OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
     (
         lambda a: a.max_cpu_loras is not None and a.max_cpu_loras < a.max_loras,
@@ -61,6 +67,11 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         _divided(_learns),
         "speculative_config",
         "speculative_config: learn is not supported with tensor_parallel_size above 1 yet",
+    ),
+    (
+        _divided(_drafts_for_itself),
+        "speculative_config",
+        "speculative_config: uno is not supported with tensor_parallel_size above 1 yet: it computes in one process",
     ),
     (
         lambda a: _learns(a) and a.async_scheduling is True,

@@ -89,7 +89,7 @@ class PromptTable:
 
 _RECENT = 64.0
 """Sampling steps over which `recent_drafts` is taken."""
-_LISTS = ("accepted_per_pos", "steps_by_k", "drafts_by_drafter", "accepted_by_drafter")
+_LISTS = ("accepted_per_pos", "steps_by_k", "drafts_by_drafter", "tokens_by_drafter")
 """Counts of `SpeculationCounts` by index."""
 
 
@@ -106,15 +106,15 @@ class SpeculationCounts:
     """Number of sampling steps that verified 0, 1, 2, ... drafts; empty if nothing is ever drafted."""
     drafts_by_drafter: list[int] = field(default_factory=list)
     """`num_verifications` of each drafter of the engine, in the order of `EngineStats.drafters`."""
-    accepted_by_drafter: list[int] = field(default_factory=list)
-    """`num_accepted_tokens` of each."""
+    tokens_by_drafter: list[int] = field(default_factory=list)
+    """Tokens that those steps generated: the accepted drafts, and one of the target's own if the text goes on."""
     recent_drafts: float = field(default=0.0, compare=False)
     """Drafts a sampling step, a mean in which the weight of a step fades to 1/e over `_RECENT` later ones; of a sum,
     that of the counts added last."""
 
-    def count(self, drafted: int, accepted: int, drafter: int = 0) -> None:
+    def count(self, drafted: int, accepted: int, drafter: int = 0, generated: int | None = None) -> None:
         """Add one step that sampled: it verified `drafted` tokens of the drafter of this index, of which the first
-        `accepted` were right."""
+        `accepted` were right. `generated`: its tokens, if they are not one more, as when the text ends on a draft."""
         self.recent_drafts += (drafted - self.recent_drafts) / _RECENT
         if drafted >= len(self.steps_by_k):
             _lengthen(self.steps_by_k, drafted + 1)
@@ -129,9 +129,9 @@ class SpeculationCounts:
             self.accepted_per_pos[position] += 1
         if drafter >= len(self.drafts_by_drafter):
             _lengthen(self.drafts_by_drafter, drafter + 1)
-            _lengthen(self.accepted_by_drafter, drafter + 1)
+            _lengthen(self.tokens_by_drafter, drafter + 1)
         self.drafts_by_drafter[drafter] += 1
-        self.accepted_by_drafter[drafter] += accepted
+        self.tokens_by_drafter[drafter] += 1 + accepted if generated is None else generated
 
     def add(self, other: SpeculationCounts) -> None:
         """Add the counts of another."""
@@ -148,8 +148,8 @@ class SpeculationCounts:
     def by_drafter(self, drafters: Sequence[str]) -> dict[str, tuple[int, int]]:
         """Sampling steps and the tokens that they generated, by the drafter of their drafts; "off": without drafts."""
         off = self.steps_by_k[0] if self.steps_by_k else 0
-        made = zip(drafters, self.drafts_by_drafter, self.accepted_by_drafter, strict=False)
-        return {"off": (off, off)} | {name: (steps, steps + accepted) for name, steps, accepted in made}
+        made = zip(drafters, self.drafts_by_drafter, self.tokens_by_drafter, strict=False)
+        return {"off": (off, off)} | {name: (steps, tokens) for name, steps, tokens in made}
 
     def since(self, earlier: SpeculationCounts) -> SpeculationCounts:
         """Counts since an earlier snapshot of the same run."""
@@ -195,6 +195,29 @@ class SpeculationEntry:
     tenant: str
     """"" for requests without one."""
     counts: SpeculationCounts
+
+
+@dataclass(slots=True)
+class LearningEntry:
+    """State of the draft weights that are learnt from one tenant's requests for one adapter."""
+
+    adapter: str
+    """Its name in their first request; "" for the base model."""
+    tenant: str
+    digest: str
+    """Digest of the learnt weights in use, in hex; "" while the adapter's own are used."""
+    num_versions: int
+    """Versions that have been in use."""
+    num_dropped: int
+    """Those of them that were dropped because acceptance fell."""
+    acceptance: float
+    """Share of first drafts that were accepted under the weights in use."""
+    acceptance_before: float | None
+    """The same of the weights before them; None: too few were verified."""
+    num_bytes: int
+    """Bytes of recorded traffic."""
+    failed: bool
+    """True if an error has ended the training."""
 
 
 @dataclass(slots=True)
@@ -284,6 +307,8 @@ class EngineStats:
     """Methods of the drafters: the configured one, then its fallback if there is one."""
     speculation: list[SpeculationEntry] = field(default_factory=list)
     """Counts for each adapter and tenant whose requests may have drafts."""
+    learning: list[LearningEntry] = field(default_factory=list)
+    """Pairs of adapter and tenant whose draft weights learn, the least recently used first."""
     adapters: list[AdapterInfo] = field(default_factory=list)
     """Registered adapters that are in memory or in use; the others are on disk and cost nothing."""
     num_adapters: int = 0

@@ -1,10 +1,10 @@
-"""Sampling parameters against the limits of a model: one rule for the clients and the engine."""
+"""Lengths and sampling parameters against the limits of a model: one rule for the clients and the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from .errors import InvalidRequestError, invalid
+from .errors import InvalidRequestError, PromptTooLongError, invalid
 from .sampling_params import CLASSIFY, SamplingParams, quote_for_error
 
 MAX_BAD_WORD_TOKENS = 1 << 14
@@ -16,6 +16,35 @@ MAX_TOKEN_IDS = 1 << 31
 """Bound of all token ids, whatever the vocabulary."""
 MAX_ALLOWED = 1 << 21
 """Largest number of allowed tokens, counted once for each sequence: a step looks at all of them."""
+
+
+def check_context(
+    limit: int,
+    num_prompt_tokens: int,
+    max_tokens: int = 1,
+    *,
+    only_scores: bool = False,
+    prompt: str = "prompt",
+    max_tokens_field: str = "max_tokens",
+    of: str = "",
+) -> int:
+    """Number of tokens that a prompt leaves in a context of `limit` tokens. Pure.
+
+    Args:
+        only_scores: the prompt may fill the context: the token after its last one is predicted, and takes no position.
+        prompt, max_tokens_field: the client's names of the two fields.
+        of: as in `PromptTooLongError.of`.
+
+    Raises:
+        PromptTooLongError: fewer than `max_tokens`; `param` is `max_tokens_field`, or `prompt` if there is no room.
+    """
+    room = limit - num_prompt_tokens
+    if only_scores and room == 0:
+        room = 1
+    if max_tokens > room:
+        param = max_tokens_field if room > 0 else prompt
+        raise PromptTooLongError.of(limit, num_prompt_tokens, max_tokens, prompt=prompt, param=param, of=of)
+    return room
 
 
 def check_params(

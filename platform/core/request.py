@@ -22,9 +22,9 @@ class Drafts(NamedTuple):
     probs: Any = None
     """Tensor [len(token_ids), vocab]: the distribution each draft was drawn from; None when drafts are certain
     (n-gram), or when the request's verification does not need it."""
-    survival: Any = None
-    """Tensor [len(token_ids)] float32, falling: the drafter's own estimate that a draft and all before it are accepted;
-    None: it has none. Reading it on the host may wait for the device."""
+    confidence: Sequence[float] = ()
+    """[len(token_ids)] the drafter's own estimate that each draft is accepted if those before it are, made before that
+    draft was drawn: it depends on the drafts before it alone. Empty: it has none."""
     forced: bool = False
     """True if a grammar allows no other tokens; they are verified whether or not a drafter is in use."""
     drafter: int = 0
@@ -36,8 +36,8 @@ class Drafts(NamedTuple):
         """The first `k` drafts."""
         if k >= len(self.token_ids):
             return self
-        probs, survival = (None if part is None else part[:k] for part in (self.probs, self.survival))
-        return self._replace(token_ids=self.token_ids[:k], probs=probs, survival=survival)
+        probs = None if self.probs is None else self.probs[:k]
+        return self._replace(token_ids=self.token_ids[:k], probs=probs, confidence=self.confidence[:k])
 
 
 NO_DRAFTS = Drafts([])

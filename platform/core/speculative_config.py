@@ -14,17 +14,17 @@ from .learn_config import LearnConfig, parse_learn
 from .option import declared_options, option
 from .text import did_you_mean
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark", "oracle")
-MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark")
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark", "uno", "oracle")
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "dflash", "dspark", "uno")
 """Methods that load weights from `model`."""
-BLOCK_METHODS = ("dflash", "dspark")
+BLOCK_METHODS = ("dflash", "dspark", "uno")
 """Methods that make all drafts of a step in one pass over a block."""
 IN_TARGET_METHODS = ("mtp",)
 """Methods that load weights from the target's checkpoint if no `model` is given."""
 RECORDED_METHODS = ("oracle",)
 """Methods that read recorded answers from the file `model`."""
 _LOOKUP_MAX = 5
-_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8, **dict.fromkeys(BLOCK_METHODS, 15)}
+_DEFAULT_DRAFTS = {"ngram": 3, "suffix": 8, **dict.fromkeys(BLOCK_METHODS, 15), "uno": 8}
 _ADAPTIVE_LOOKUP_DRAFTS = 16
 """Most drafts a step of adaptive prompt lookup. The policy chooses as many as are worth their time: on SmolLM2-135M
 repetitive text at batch 1 gained 4.99 over no drafts with at most 16 and 2.69 with at most 3; a step with 6 drafts took
@@ -46,7 +46,8 @@ class SpeculativeConfig:
     method: str = option(MISSING, "drafter; off is no speculation (default: from the name of model)", choices=METHODS)
     num_speculative_tokens: int = option(
         MISSING,
-        f"drafts a step; with adaptive, at most (default: {_ADAPTIVE_LOOKUP_DRAFTS} for adaptive ngram, else "
+        "drafts a step; with adaptive, at most (default: speculative_tokens of a drafter in the speculators format, "
+        f"else {_ADAPTIVE_LOOKUP_DRAFTS} for adaptive ngram, "
         + "".join(f"{drafts} for {method}, " for method, drafts in _DEFAULT_DRAFTS.items())
         + "4 for the others)",
         within=(1, MAX_DRAFTS),
@@ -59,7 +60,13 @@ class SpeculativeConfig:
         None,
         'as the engine\'s option, for the weights of model; "none": as they are stored (default: on a CPU as the '
         "target's, else none)",
-        methods=MODEL_METHODS,
+        methods=tuple(method for method in MODEL_METHODS if method != "uno"),
+    )
+    uno_mask_token_id: int | None = option(
+        None,
+        "noise is drawn from the tokens 1 to this one, which is left out, as in training (default: all of the target)",
+        within=(2, 2**31 - 1),
+        methods=("uno",),
     )
     adaptive: bool = option(
         False,
@@ -150,6 +157,8 @@ def parse_speculative(config: Mapping[str, Any] | None, download_dir: str | None
     switches = {name: given.pop(name) for name in _AUTOMATIC if name in given}
     if given.get("model") in _WITHOUT_MODEL and given.get("method", given["model"]) in _WITHOUT_MODEL:
         given.setdefault("method", given.pop("model"))
+    if given.get("method") == "uno" and "model" not in given and "uno_lora_path" in given:  # vLLM's name
+        given["model"] = given.pop("uno_lora_path")
     unknown = [name for name in given if name not in SPECULATIVE_OPTIONS]
     if unknown:
         hint = did_you_mean(str(unknown[0]), SPECULATIVE_OPTIONS)

@@ -19,13 +19,12 @@ from ..core.errors import (
     InvalidRequestError,
     InvalidUserInputError,
     OverloadedError,
-    PromptTooLongError,
     ShuttingDownError,
     invalid,
 )
 from ..core.memory_usage import resident_memory_bytes
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
-from ..core.model_limits import MAX_TOKEN_IDS, check_params, check_token_ids
+from ..core.model_limits import MAX_TOKEN_IDS, check_context, check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from .adapters import EngineAdapters
@@ -58,7 +57,8 @@ class EngineCore:
         self._kv = parts.kv
         self._host = parts.host
         self.learner = parts.learner
-        """Trains draft weights of tenants that opted in; None: nobody did."""
+        """Trains draft weights of tenants that opted in; None: none did."""
+        self._learns = True  # False while it sleeps
         self._num_added = 0
         self._random = random.Random(args.seed)
         self._run_id = uuid4().hex
@@ -102,7 +102,7 @@ class EngineCore:
         Returns:
             Seconds until the next slice may start; None: there is nothing to train now.
         """
-        if self.learner is None or self.scheduler.num_waiting:
+        if self.learner is None or not self._learns or self.scheduler.num_waiting:
             return None
         if self.scheduler.num_running > self.learner.max_running:
             return None
@@ -120,6 +120,7 @@ class EngineCore:
             sequences are unaffected.
         """
         self._check(request)
+        self._learns = True
         self._num_added += 1
         seed = request.params.seed
         sequence = Request(
@@ -169,6 +170,7 @@ class EngineCore:
             kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
             drafters=[] if self._config.speculative is None else list(self._config.speculative.drafters),
             speculation=self._speculation.entries(),
+            learning=[] if self.learner is None else self.learner.states(),
             adapters=adapters.adapters,
             running_adapters=adapters.running,
             waiting_adapters=adapters.waiting,
@@ -195,13 +197,14 @@ class EngineCore:
 
     def release_memory(self) -> None:
         """Return the memory of KV blocks, the host's too, to the system, on a CPU; it is allocated again at its next
-        use.
+        use. Drafts are not trained until the next request.
 
         Raises:
             InvalidUserInputError: there are sequences.
         """
         if self.scheduler.num_running or self.scheduler.num_waiting:
             raise InvalidUserInputError("the engine has sequences; it can sleep when they are finished")
+        self._learns = False
         self._pipeline.abandon()  # rows of sequences that were aborted
         self.reset_prefix_cache()
         self._executor.release_memory()
@@ -252,11 +255,11 @@ class EngineCore:
     def _check(self, request: EngineRequest) -> None:
         if request.request_id in self.scheduler:
             raise InvalidUserInputError(f"request id {request.request_id!r} is in use", param="request_id")
-        limit, length = self._config.scheduler.max_model_len, len(request.prompt_token_ids)
+        length = len(request.prompt_token_ids)
         if length == 0:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if length + (not request.params.only_scores) > limit:
-            raise PromptTooLongError.of(limit, length, param="prompt")
+        # A client has checked it, with `max_tokens`; benchmarks and users of `LLMEngine.engine_core` have no client.
+        check_context(self.info.max_model_len, length, only_scores=request.params.only_scores)
         # An adapter may have more tokens; `Vocabularies` checks them when it has been read.
         num_ids = self.info.vocab_size if request.lora is None else MAX_TOKEN_IDS
         check_token_ids("prompt", request.prompt_token_ids, num_ids)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...lora.registry.adapter_stats import AdapterStats
+from ...models.batch import AdapterPreparer
 from ..core.errors import InvalidRequestError, NotFoundError
 from ..core.messages import AdapterInfo
 from ..core.model_limits import check_params_tokens, check_token_ids
@@ -18,6 +19,10 @@ from .queue.gates import Gate
 
 class NoAdapters(Gate):
     """Adapters when they are not enabled: requests that name one are refused."""
+
+    def __init__(self, prepare_draft: AdapterPreparer | None = None) -> None:
+        """`prepare_draft`: of a target that drafts for itself."""
+        self.prepare_draft: AdapterPreparer = prepare_draft or self.prepare
 
     def resolve(self, request: Request) -> None:
         """Refuse a request that names an adapter."""
@@ -38,7 +43,7 @@ class NoAdapters(Gate):
         """No row has an adapter."""
         return
 
-    prepare_head = prepare_draft = prepare
+    prepare_head = prepare
 
     def start_reader(self) -> None:
         """Nothing is read."""

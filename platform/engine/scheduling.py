@@ -51,7 +51,7 @@ def _draft_limits(config: EngineConfig, speculation: Speculation) -> DraftLimits
         most = min(most, needs.max_drafts)
     return DraftLimits(
         most,
-        extra_slots=bool(needs.kv_layers),
+        extra_slots=bool(needs.kv_layers or needs.target_draft),
         more_slots=needs.more_slots,
         # The host decides about synthetic acceptance.
         overlaps=config.async_scheduling and options.synthetic_acceptance_rates is None,

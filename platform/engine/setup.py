@@ -15,6 +15,7 @@ from ...kernels.threads import use_pool
 from ...lora.device.sites import AdapterHooks
 from ...lora.manager import AdapterManager
 from ...lora.reader import reader_client
+from ...lora.target_draft import prepare_without_adapters
 from ...models.batch import KVLayerSpec, LayerKV, allocate_kv
 from ...models.checkpoint.json_files import read_model_config
 from ...models.checkpoint.loader import ModelOptions, load_model, read_facts
@@ -28,7 +29,7 @@ from ...models.pass_graphs import PassGraphs
 from ...models.states.memory import LayerStates, allocate_states
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
-from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token
+from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token, named_drafts
 from ...spec_decode.learning.learner import Learner
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
@@ -77,7 +78,7 @@ class EngineParts(NamedTuple):
     host: HostStore | None
     """Memory of `swap_space`, if there is any."""
     learner: Learner | None
-    """Trains draft weights of tenants that opted in; None: nobody did."""
+    """Trains draft weights of tenants that opted in; None: none did."""
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -123,7 +124,9 @@ def _build(
     logits = graphs.token_logits(model.config.vocab_size, model.device) if captures and graphs is not None else None
     config = _resolve(args, path, num_local)  # again: the KV cache gets a share of the remaining memory
     kv = _allocate_kv(config, [*model.kv_layers, *drafter.needs.kv_layers])
-    drafter.bind(kv[len(model.kv_layers) :], adapters.prepare_draft)
+    num_own = len(model.kv_layers)
+    runs_target = drafter.needs.target_draft is not None
+    drafter.bind(kv[:num_own] if runs_target else kv[num_own:], adapters.prepare_draft)
     moving = None if parallel is None else parallel.move_blocks
     with memory_for(SWAP_SPACE):
         host = HostStore(kv, config.cache.num_host_blocks, moving) if config.cache.num_host_blocks else None
@@ -256,8 +259,8 @@ def _resolve(args: EngineArgs, path: Path, num_local: int | None = None) -> Engi
     )
     speculative = parse_speculative(args.speculative_config, args.download_dir)
     dtype = facts.dtype if args.dtype == "auto" else args.dtype
-    drafters = draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype, path)
-    facts = dataclasses.replace(facts, kv_bytes_per_token=facts.kv_bytes_per_token + drafters)
+    kv_bytes = facts.kv_bytes_per_token + draft_kv_bytes_per_token(speculative, dtype, args.kv_cache_dtype, path)
+    facts = dataclasses.replace(facts, kv_bytes_per_token=kv_bytes, num_drafts=named_drafts(speculative))
     hardware = find_hardware(args.device)
     size = num_local or args.tensor_parallel_size
     hardware = dataclasses.replace(hardware, host_memory_bytes=hardware.host_memory_bytes // size)
@@ -339,15 +342,20 @@ def _make_adapters(
     Raises:
         InvalidRequestError: there is no memory for the number of rows in the options, or the model takes no adapters.
     """
-    if config.lora is None:
+    drafter, policy = speculation
+    target_draft = drafter.needs.target_draft
+    if config.lora is None and target_draft is None:
         return NoAdapters()
     if isinstance(model.config, DecoderConfig) and model.config.folded_factors:
         raise InvalidRequestError(
             f"LoRA is not supported with a GGUF file of {model.config.architecture}: its factors are multiplied into "
             "the weights, and those of an adapter are not known; use the checkpoint that the file was made of",
-            param="enable_lora",
+            param="enable_lora" if target_draft is None else "speculative_config",
         )
-    drafter, policy = speculation
+    if config.lora is None:
+        assert target_draft is not None
+        dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+        return NoAdapters(prepare_without_adapters(model.linears(), target_draft, dtype, device))
 
     def forget(digest: bytes) -> None:
         drafter.forget_adapter(digest)
@@ -359,6 +367,7 @@ def _make_adapters(
         score=model.score,
         draft_method=config.speculative.method if config.speculative is not None else "",
         draft_linears=drafter.needs.linears,
+        target_draft=target_draft,
         on_gone=forget,
         batch_invariant=config.batch_invariant,
         reader_process=config.device == "cpu"
@@ -388,4 +397,4 @@ def _make_sampler(config: EngineConfig) -> Sampler:
 
 def _has_weights(drafter: Drafter) -> bool:
     needs = drafter.needs
-    return bool(needs.linears or needs.kv_layers)
+    return bool(needs.linears or needs.kv_layers or needs.target_draft)

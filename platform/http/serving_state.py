@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -178,12 +179,17 @@ class Serving:
             raise EngineUnavailableError(f"The engine is {state}; try again in a moment")
 
     async def prompts(
-        self, prompts: list[str | list[int]], *, add_special_tokens: bool, lora: LoRA | None = None
+        self,
+        prompts: list[str | list[int]],
+        *,
+        add_special_tokens: bool,
+        lora: LoRA | None = None,
+        field: str = "prompt",
     ) -> list[ParsedPrompt]:
-        """Prompts for an adapter, tokenized and checked.
+        """Prompts for an adapter, tokenized; `field` is their name in the request.
 
         Raises:
-            InvalidRequestError: a prompt is empty, too long (PromptTooLongError) or has ids outside the vocabulary.
+            InvalidRequestError: a prompt is empty, far too long (PromptTooLongError) or has ids outside the vocabulary.
         """
         processor, most = await self.llm.requests.processor_of(lora), self.llm.info.max_model_len
         log_tokenizer(processor.tokenizer)
@@ -196,7 +202,7 @@ class Serving:
                 else prompt
                 for prompt in prompts
             ]
-            return [processor.parse_prompt(prompt, num_ids) for prompt in parsed]
+            return [replace(processor.parse_prompt(prompt, num_ids), field=field) for prompt in parsed]
 
         return await self._beside(sum(map(len, prompts)) + len(prompts) * _PIECE_CHARS, parse)
 

@@ -169,7 +169,7 @@ class Ingress:
         return self._command
 
     async def __call__(self, request: Request) -> Response:
-        """Forward a request; its answer is a stream. Nobody without a right key has a body read."""
+        """Forward a request; its answer is a stream. Without a valid key no body is read."""
         try:
             return await self._refusal(request) or await self._answer(request)
         except RayError as error:

@@ -100,7 +100,7 @@ class Replica:
             await work
         finally:
             gone.set()
-            while not messages.empty():  # whoever waits for room goes on, and finds that nobody listens
+            while not messages.empty():  # a task that waits for room resumes, and finds that there is no reader
                 messages.get_nowait()
             with contextlib.suppress(Exception):
                 await work

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 PREFIX_CHARS = (256, 1024, 4096, 16384)
-"""Lengths of beginnings of texts that are told apart."""
+"""Lengths of prefixes of texts that are distinguished."""
 SEEN_PREFIXES = 10_000
 """Beginnings that a router remembers of a replica."""
 SLACK = 8
@@ -31,7 +31,7 @@ class RoutingKey(NamedTuple):
 
 
 def routing_key(body: bytes) -> RoutingKey:
-    """Key of a request's JSON body; an empty one where it is none."""
+    """Key of a request's JSON body; an empty one if it is none."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -64,7 +64,7 @@ class LruSet(OrderedDict[Hashable, None]):
         self.size = size
 
     def use(self, key: Hashable) -> None:
-        """Add or renew a key; the oldest one goes where there are too many."""
+        """Add or renew a key; the oldest one goes if there are too many."""
         self[key] = None
         self.move_to_end(key)
         while len(self) > self.size:

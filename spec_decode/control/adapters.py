@@ -19,23 +19,14 @@ from .acceptance import (
     expected_drafts,
     survival,
 )
+from .confidence import ConfidenceFit
 from .goodput import Offer
 from .matches import Match, MatchRates
 
 MAX_ADAPTERS = 4096
 """Number of adapters that are remembered, least recently used dropped first. One takes some kilobytes."""
-TRIAL_ROUNDS = 4
-"""Number of rounds of a trial for each of its rows: enough to outweigh a request's prior of three rounds."""
-TRIAL_ROWS = 2
-"""Most rows of an adapter in a trial, so that most of a large batch is unaffected."""
-TRIAL_DRAFTS = 4
-"""Most drafts of a row in a trial: later positions follow the first ones' acceptance."""
-TRIAL_SHARE = 0.01
-"""Share of time that the trials of all adapters may cost: the smallest that can be measured above noise."""
 LEAST_LAG = MAX_DRAFTS + 1
 """Minimum of tokens by which a row lags: fewer may be drafts that a step in flight verifies."""
-TRIAL_STEPS = 16.0
-"""Cap, in steps, of a trial round's charge for drafting, and for verifying."""
 FIRST_TRIAL_SECONDS, MOST_TRIAL_SECONDS = 0.5, 60.0
 """Least and most seconds between two trials of a drafter; a trial that changes nothing doubles them. A text changes
 within seconds, the requests of an adapter within minutes."""
@@ -66,6 +57,9 @@ class DrafterTraits(NamedTuple):
     """Most drafts of a row."""
     first_rate: float
     """Expected acceptance before any draft was verified."""
+    is_free: bool = False
+    """True if its drafts take next to no time, and have a confidence: as many as may be are made in each step, and
+    chosen afterwards."""
 
 
 class TrialSchedule:
@@ -87,8 +81,8 @@ class AdapterState:
     """One adapter's estimates and choices."""
 
     __slots__ = (
-        "_first", "after", "counts", "drafter", "matches", "num_drafts", "trial_cost", "trial_drafter", "trial_rows",
-        "trials"
+        "_first", "after", "counts", "drafter", "fits", "matches", "num_drafts",
+        "trial_cost", "trial_drafter", "trial_rows", "trials",
     )  # fmt: skip
 
     def __init__(self, first_rates: Sequence[float], now: float) -> None:
@@ -104,6 +98,8 @@ class AdapterState:
         """The drafter in use."""
         self.num_drafts: dict[int, int] = {}
         """Drafts for each of its rows by class of batch size, if steps are short."""
+        self.fits = [ConfidenceFit() for _ in first_rates]
+        """Fit of the drafts' confidence, by drafter."""
         self.trials = [TrialSchedule(now) for _ in first_rates]
         self.trial_drafter = -1
         """The drafter on trial, or -1."""
@@ -151,6 +147,7 @@ class RowState:
     __slots__ = (
         "adapter",
         "asked",
+        "confidence",
         "counts",
         "drafter",
         "is_right",
@@ -173,7 +170,9 @@ class RowState:
         self.proposed_by = 0
         """The drafter of the drafts that its next step verifies."""
         self.asked = (0, 0)
-        """Numbers of these drafts: requested, and made."""
+        """Numbers of these drafts: requested, and made. Drafts that are not worth verifying count as not made."""
+        self.confidence: Sequence[float] = ()
+        """`Drafts.confidence` of these drafts, if it was read."""
         self.match: Match | None = None
         """The last match that was found for it."""
         self.trial_rounds = 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from ...platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
 from ..drafters.base import Drafter
 from ..drafters.corpus import load_corpora
@@ -45,7 +47,8 @@ def make_speculation(
     first_rate = _NEURAL_RATE if is_neural else _LOOKUP_RATE
     traits = [DrafterTraits(config.method, min(most, drafter.needs.max_drafts), first_rate)]
     if not is_neural:
-        return Speculation(drafter, SpeculationPolicy(traits, padded=padded))
+        is_free = type(drafter) is NgramDrafter and torch.device(context.device).type == "cpu"
+        return Speculation(drafter, SpeculationPolicy([traits[0]._replace(is_free=is_free)], padded=padded))
     least = max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max))
     corpora = load_corpora(config, context)
     fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True, corpora=corpora)

@@ -55,6 +55,30 @@ class StepPrices(NamedTuple):
     """Seconds of (drafter, drafts a row); (drafter, 0) is a round without drafts."""
 
 
+class DraftPrice(NamedTuple):
+    """Price of verifying one more draft, in expected tokens."""
+
+    least: float
+    """Least survival of a draft that is worth it, for a row whose drafts before it add nothing."""
+    is_fair: bool
+    """True if that is multiplied by the row's expected tokens so far, as under proportional fairness."""
+
+
+def draft_price(plan: Plan, prices: StepPrices, num_rows: int, num_drafts: int, *, is_fair: bool) -> DraftPrice:
+    """Price at which a draft raises goodput, for a batch of `num_rows` with `plan`.
+
+    The time that `num_drafts` drafts add to the step is shared by them, and so is the jump from no drafts to the first.
+    """
+    step_without = prices.step(0)
+    if step_without <= 0.0:  # nothing was measured
+        return DraftPrice(0.0, is_fair)
+    share = max(0.0, prices.step(num_drafts) - step_without) / num_drafts / plan.seconds
+    if is_fair:
+        return DraftPrice(math.expm1(num_rows * share), is_fair)
+    tokens = num_rows * plan.gain * plan.seconds / (step_without + prices.draft(0, 0))
+    return DraftPrice(tokens * share, is_fair)
+
+
 def best_plan(offers: Sequence[Offer], prices: StepPrices, num_rows: int, *, fair: bool) -> Plan:
     """The best numbers of drafts for the rows of `offers`, out of a batch of `num_rows`.
 

@@ -6,23 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...platform.core.batch import RowPlan, StepPlan, StepResult
-from ...platform.core.request import Drafts, Request, Status
+from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from .acceptance import AcceptanceRate
-from .adapters import (
-    MOST_TRIAL_SECONDS,
-    TRIAL_DRAFTS,
-    TRIAL_ROUNDS,
-    TRIAL_ROWS,
-    TRIAL_SHARE,
-    TRIAL_STEPS,
-    AdapterState,
-    AdapterStates,
-    DrafterTraits,
-    RowState,
-)
+from .adapters import AdapterState, AdapterStates, DrafterTraits, RowState
 from .asked import Asked, asked_after, is_decode, is_overridden
 from .costs import DraftCosts, Padded, StepCosts, size_class
-from .goodput import StepPrices, best_plan
+from .goodput import DraftPrice, StepPrices, best_plan, draft_price
+from .trials import Trials, is_on_trial
 
 SHORT_STEP = 0.003
 """Steps shorter than this, in seconds, get no choice of their own: one for one row takes 0.13 ms and one for 16 rows
@@ -52,6 +42,13 @@ ANSWER_TOKENS = 128.0
 ANSWER_MEMORY = 16.0
 """Answers after which the weight of one's length has faded to 1/e."""
 
+EXPLORED_STEPS = 64
+"""Number of steps after which the first draft of each row is verified, worthwhile or not: an adapter whose fit of the
+drafts' confidence is too low gets no other results."""
+PRICED_DRAFTS = 4
+"""Drafts of a row over which the time that drafts add to a step is shared, to price one: the first of a step costs more
+than each further one."""
+
 
 class SpeculationPolicy:
     """Chooses numbers of drafts from measured costs and acceptance. Used by the engine's thread alone."""
@@ -78,8 +75,8 @@ class SpeculationPolicy:
         self._held: tuple[int, int] | None = None
         self._decide_at = 0.0
         self._compare_at = 0.0
-        self._trial: AdapterState | None = None  # the adapter on trial: one at a time
-        self._try_at = 0.0
+        self._trials = Trials([traits.max_drafts for traits in drafters], self._has_helped)
+        self._draft_price: DraftPrice | None = None  # of the drafts that are made next; None: all are verified
         self._answer_tokens = ANSWER_TOKENS
         self._class_due: dict[int, tuple[float, float]] = {}  # by class of rows: due time, interval
         self._is_drafting = False
@@ -93,6 +90,11 @@ class SpeculationPolicy:
     def plans_no_drafts(self) -> bool:
         """True if the next step is planned without drafts, and without a choice."""
         return self._nothing_chosen and self._clock() < self._decide_at
+
+    @property
+    def reads_confidence(self) -> bool:
+        """True if it reads the confidence of the drafts that are made next, to leave some out."""
+        return self._draft_price is not None
 
     def choose(self, rows: Sequence[RowPlan], *, requests_wait: bool = False) -> None:
         """Set `drafter` and lower `max_new_drafts` of the rows of a step that is being planned.
@@ -128,7 +130,7 @@ class SpeculationPolicy:
 
     def _new_row(self, request: Request, now: float) -> RowState:
         for gone in [known for known in self._rows if known.status is Status.FINISHED]:
-            self._leave(self._rows.pop(gone), now)
+            self._end_trial(has_ended=self._trials.leave(self._rows.pop(gone), now), now=now)
             self._answer_tokens += (gone.num_output_tokens - self._answer_tokens) / ANSWER_MEMORY
         state = self._rows[request] = RowState(self._adapters.of(request, now), len(self._drafters))
         self._decide_at = now
@@ -142,7 +144,7 @@ class SpeculationPolicy:
         self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float, *, requests_wait: bool
     ) -> None:
         """Choose for each row by its own acceptance."""
-        self._end_lost_trials(now)
+        self._end_trial(has_ended=self._trials.end_lost(self._rows, now), now=now)
         self._compare_drafters(offering, num_rows, now)
         offers, rated = [], []
         for state, limit in offering:
@@ -157,19 +159,23 @@ class SpeculationPolicy:
             self._is_drafting = plan.gain >= (KEEP_GAIN if self._is_drafting else START_GAIN)
         for state, count in zip(rated, plan.num_drafts, strict=True):
             state.num_drafts = count if self._is_drafting else 0
-        self._begin_trials(offering, now)
+            if self._drafters[state.drafter].is_free:
+                state.num_drafts = self._drafters[state.drafter].max_drafts
+        num_priced = PRICED_DRAFTS * len(offering)
+        self._draft_price = draft_price(plan, prices, num_rows, num_priced, is_fair=not requests_wait)
+        self._trials.begin(offering, now)
 
     def _choose_for_class(
         self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float, *, requests_wait: bool
     ) -> None:
         """Choose for all rows of an adapter alike, about once a second for each class of batch sizes."""
-        rows = size_class(num_rows)
+        rows, self._draft_price = size_class(num_rows), None
         by_adapter: dict[AdapterState, list[RowState]] = {}
         for state, _ in offering:
             by_adapter.setdefault(state.adapter, []).append(state)
         due, interval = self._class_due.get(rows, (now, FIRST_SHORT_INTERVAL))
         if now >= due or any(rows not in adapter.num_drafts for adapter in by_adapter):
-            self._end_lost_trials(now)  # it may clear the due times
+            self._end_trial(has_ended=self._trials.end_lost(self._rows, now), now=now)  # it may clear the due times
             self._class_due[rows] = now + interval, min(2 * interval, SHORT_INTERVAL)
             self._compare_drafters(offering, num_rows, now)
             offers = []
@@ -180,7 +186,7 @@ class SpeculationPolicy:
             is_drafting = plan.gain >= (KEEP_GAIN if any(a.num_drafts.get(rows) for a in by_adapter) else START_GAIN)
             for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
                 adapter.num_drafts[rows] = count if is_drafting else 0
-            self._begin_trials(offering, now)
+            self._trials.begin(offering, now)
         for adapter, states in by_adapter.items():
             for state in states:
                 if not state.trial_rounds:
@@ -231,56 +237,16 @@ class SpeculationPolicy:
             adapter.drafter = best
             adapter.num_drafts.clear()
 
-    def _begin_trials(self, offering: Sequence[tuple[RowState, int]], now: float) -> None:
-        """Let some rows of one adapter try a drafter that the adapter does not use, if that is due."""
-        if self._trial is not None or now < self._try_at:
-            return
-        by_adapter: dict[AdapterState, list[tuple[RowState, int]]] = {}
-        for state, limit in offering:
-            by_adapter.setdefault(state.adapter, []).append((state, limit))
-        due = [
-            (*adapter.due_trial(now, is_drafting=any(state.num_drafts for state, _ in rows)), index)
-            for index, (adapter, rows) in enumerate(by_adapter.items())
-        ]
-        _, drafter, index = min(due)
-        if drafter < 0:
-            return
-        self._trial, rows = list(by_adapter.items())[index]
-        rows = sorted(rows, key=lambda entry: (entry[0].counts[drafter][False].tried[0], entry[0].num_unseen))
-        self._trial.begin_trial(drafter, len(rows[:TRIAL_ROWS]))
-        for state, limit in rows[:TRIAL_ROWS]:
-            state.trial_rounds, state.drafter = TRIAL_ROUNDS, drafter
-            state.num_drafts = min(limit, TRIAL_DRAFTS, self._drafters[drafter].max_drafts)
+    def _end_trial(self, *, has_ended: bool, now: float) -> None:
+        """Choose again if a trial has ended."""
+        if has_ended:
+            self._compare_at = self._decide_at = now
+            self._class_due.clear()
 
-    def _count_trial(self, state: RowState, now: float) -> None:
-        """Count one round of a row on trial."""
-        state.trial_rounds -= 1
-        if state.trial_rounds == 0:
-            self._leave_trial(state.adapter, now)
-
-    def _leave(self, state: RowState, now: float) -> None:
-        """End the trial of a row whose request is gone."""
-        if state.trial_rounds:
-            self._leave_trial(state.adapter, now)
-
-    def _end_lost_trials(self, now: float) -> None:
-        """End trials of rows that have finished or were preempted, which would block the next trial."""
-        for request, state in self._rows.items():
-            if state.trial_rounds and request.status is not Status.RUNNING:
-                self._leave(state, now)
-                state.trial_rounds = 0
-
-    def _leave_trial(self, adapter: AdapterState, now: float) -> None:
-        adapter.trial_rows -= 1
-        if adapter.trial_rows > 0:
-            return
-        self._trial = None
-        self._try_at = now + min(adapter.trial_cost / TRIAL_SHARE, MOST_TRIAL_SECONDS)
+    def _has_helped(self, adapter: AdapterState) -> bool:
         gain = self._gain(adapter, adapter.trial_drafter)
         in_use = 1.0 if adapter.trial_drafter == adapter.drafter else self._gain(adapter, adapter.drafter)
-        adapter.end_trial(now, has_helped=gain >= START_GAIN * in_use)
-        self._compare_at = self._decide_at = now
-        self._class_due.clear()
+        return gain >= START_GAIN * in_use
 
     def _gain(self, adapter: AdapterState, drafter: int) -> float:
         """Goodput of one request of an adapter with a drafter, over that without drafts."""
@@ -290,7 +256,10 @@ class SpeculationPolicy:
     # ------------------------------------------------------------------ observation
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Update the estimates from a finished step, after its drafts were made; call once per step, in order."""
+        """Update the estimates from a finished step, and leave out drafts for the next one that are not worth it.
+
+        Call once per step, in order, after its drafts were made.
+        """
         now = self._clock()
         self._num_steps += 1
         rows, seconds = plan.rows, result.seconds
@@ -311,7 +280,7 @@ class SpeculationPolicy:
 
     def _is_quiet(self, rows: Sequence[RowPlan]) -> bool:
         """True if a short step without drafts is skipped, as most are: it adds no information."""
-        if self._held is not None or self._trial is not None or self._num_steps % QUIET_STEPS < 2:
+        if self._held is not None or self._trials.is_running or self._num_steps % QUIET_STEPS < 2:
             return False
         if not self._is_short(len(rows)) or any(row.num_drafts or row.max_new_drafts for row in rows):
             return False
@@ -319,15 +288,14 @@ class SpeculationPolicy:
         return True
 
     def _charge_trial(self, rows: Sequence[RowPlan], seconds: float, gap: float) -> None:
-        """Charge the adapter on trial for the time that its drafts added: at most `TRIAL_STEPS` steps for each part of
-        a round."""
-        on_trial = [bool((s := self._rows.get(row.request)) and s.trial_rounds) for row in rows]
-        if self._trial is None or not any(on_trial):
+        """Charge the adapter on trial for the time that its drafts added, for each part of a round."""
+        on_trial = [is_on_trial(row, self._rows) for row in rows]
+        if not any(on_trial):
             return
         others = [(row.num_drafts, row.drafter) for row, is_own in zip(rows, on_trial, strict=True) if not is_own]
         base, (most, drafter) = self._steps.seconds(len(rows), sum(n for n, _ in others)), max(others, default=(0, 0))
         for longer in (seconds - base, gap - self._drafts.seconds(drafter, len(rows), most)):
-            self._trial.trial_cost += min(max(longer, 0.0), TRIAL_STEPS * base)
+            self._trials.charge(longer, base)
 
     def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float) -> None:
         """Count right and wrong drafts."""
@@ -345,12 +313,28 @@ class SpeculationPolicy:
                 if asked and state.proposed_by >= 0:
                     for counts in _counts_of(state, state.proposed_by):
                         counts.add_round(asked, made, got.num_accepted)
+                    fit, confidence = state.adapter.fits[state.proposed_by], state.confidence[:made]
+                    fit.add_round(confidence, min(got.num_accepted, made))
                 state.is_right = 0 < row.num_drafts == got.num_accepted
             if row.max_new_drafts:
                 state.proposed_by = -1 if is_overridden(row) else row.drafter
+            self._leave_out(state, row.request)
             state.asked = (0, 0) if got.is_deferred else (row.max_new_drafts, len(row.request.drafts.token_ids))
             if state.trial_rounds and row.samples:
-                self._count_trial(state, now)
+                self._end_trial(has_ended=self._trials.count(state, now), now=now)
+
+    def _leave_out(self, state: RowState, request: Request) -> None:
+        """Leave out the drafts of a request that are not worth verifying. Those that the device has made for a step in
+        flight have no confidence."""
+        drafts = request.drafts
+        state.confidence = drafts.confidence
+        if not drafts.confidence or state.trial_rounds or self._draft_price is None:
+            return
+        count = state.adapter.fits[drafts.drafter].num_worthwhile(drafts.confidence, self._draft_price)
+        if self._num_steps % EXPLORED_STEPS == 0:
+            count = max(count, 1)
+        request.drafts = drafts.truncated(count) if count else NO_DRAFTS
+        state.confidence = drafts.confidence[:count]
 
     # ------------------------------------------------------------------ life
 
@@ -369,12 +353,13 @@ class SpeculationPolicy:
 
     def hold(self, drafter: int, num_drafts: int) -> None:
         """Give every row `num_drafts` of a drafter until `release`, to measure its cost."""
-        self._held = drafter, num_drafts
+        self._held, self._draft_price = (drafter, num_drafts), None
         self._nothing_chosen = False
 
     def release(self) -> None:
         """Resume choosing, and drop the estimates since `hold`."""
-        self._held, self._asked, self._trial = None, None, None
+        self._held, self._asked = None, None
+        self._trials = Trials([traits.max_drafts for traits in self._drafters], self._has_helped)
         self._answer_tokens = ANSWER_TOKENS
         self._rows.clear()
         self._adapters = AdapterStates([traits.first_rate for traits in self._drafters])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -66,6 +67,8 @@ class DraftRow(NamedTuple):
     """Accepted drafts of this step; unknown (0) with `TargetOutput.on_device`."""
     drafter: int = 0
     """Index of the drafter to use, if several are composed."""
+    is_rated: bool = False
+    """True if the host reads the drafts' confidence, if the drafter has one."""
     seen: Any = None
     """Tokens for edits of logits, if the host does not know all of them; opaque here."""
 
@@ -117,6 +120,9 @@ class DrafterNeeds(NamedTuple):
     """True when its layers hold what it needs of a position wherever the target's hold theirs, also after `watch`."""
     more_slots: int = 0
     """Positions that a proposal of k drafts writes after the step's last one, beyond k; of drafters with layers."""
+    target_draft: Path | None = None
+    """PEFT folder of the LoRA through which the target drafts for itself: `bind` gets the target's layers, and draft
+    weights are for the target's projections (`DraftWeights`). None: the drafter has a network of its own, or none."""
     drafts_on_device: bool = False
     """True when it can propose before the host knows the outcome of a step."""
 
@@ -136,7 +142,8 @@ class Drafter:
         return DrafterNeeds()
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
-        """Set its layers of the shared cache, once, before the first step; the cache belongs to the engine.
+        """Set its layers of the shared cache (`target_draft`: the target's), once, before the first step; the cache
+        belongs to the engine.
         `prepare_adapters` makes `ForwardBatch.adapters` for its own passes (None when no row has draft weights)."""
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:

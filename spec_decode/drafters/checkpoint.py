@@ -78,16 +78,18 @@ def read_tensors(path: Path, extra: Sequence[str] = ()) -> dict[str, StoredTenso
 
 
 def read_tensor(file: Path) -> Tensor:
-    """The tensor of a pickle: itself, or the only one among an object's values.
+    """The dense tensor of a pickle: itself, or the only one among an object's values.
 
     Raises:
-        InvalidRequestError: there is not one tensor, or the file is damaged.
+        InvalidRequestError: there is not one tensor, it has no values or is sparse, or the file is damaged.
     """
     found = read_pickle(file, PARAM)
     values = found.values() if isinstance(found, Mapping) else [found]
     tensors = [value for value in values if isinstance(value, Tensor)]
     if len(tensors) != 1:
         raise refuse(f"{file} must hold one tensor, got {len(tensors)}")
+    if tensors[0].layout is not torch.strided or tensors[0].is_meta:
+        raise refuse(f"{file} must hold a dense tensor, got one that is sparse or has no values")
     return tensors[0]
 
 

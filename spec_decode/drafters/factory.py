@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ...models.checkpoint.json_files import read_json
+from ...models.checkpoint.paths import resolve_model_path
 from ...platform.core.errors import OutriderError
-from ...platform.core.speculative_config import IN_TARGET_METHODS, SpeculativeConfig
+from ...platform.core.speculative_config import IN_TARGET_METHODS, MAX_DRAFTS, MODEL_METHODS, SpeculativeConfig
 from .base import Drafter, NoDrafter
+from .checkpoint import refuse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +67,7 @@ _MODULES = {
     "mtp": ".mtp.drafter",
     "dflash": ".dflash.drafter",
     "dspark": ".dflash.drafter",
+    "uno": ".uno",
     "oracle": ".oracle",
 }
 """Method of `speculative_config` -> module, imported on use. It has `load(config, context) -> Drafter` and, if the
@@ -106,6 +110,27 @@ def draft_kv_bytes_per_token(
     with _errors_name(config.model):
         found: Callable[..., int] | None = getattr(_module(config.method), "kv_bytes_per_token", None)
         return 0 if found is None else found(config, dtype, kv_cache_dtype)
+
+
+def named_drafts(config: SpeculativeConfig | None) -> int | None:
+    """Drafts a step that the drafter's config.json names, at most `MAX_DRAFTS`; None: it names no number. The
+    speculators format has it in the first of `proposal_methods`.
+
+    Raises:
+        InvalidRequestError: it is no positive integer.
+        NotFoundError: there is no such drafter.
+    """
+    if config is None or config.model is None or config.method not in MODEL_METHODS:
+        return None
+    with _errors_name(config.model):
+        path = resolve_model_path(config.model, draft=True, revision=config.revision, cache_dir=config.download_dir)
+        raw = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+        match raw.get("speculators_config"):
+            case {"proposal_methods": [{"speculative_tokens": named}, *_]} if named is not None:
+                if isinstance(named, bool) or not isinstance(named, int) or named < 1:
+                    raise refuse(f"config.json: speculative_tokens must be a positive integer, got {named!r}")
+                return min(named, MAX_DRAFTS)
+    return None
 
 
 def check_drafter(config: SpeculativeConfig | None, target: ModelConfig, model_path: Path) -> None:

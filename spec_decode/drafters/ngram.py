@@ -170,22 +170,32 @@ class NgramDrafter(Drafter):
                 return found
         if start < 0:
             return NO_DRAFTS
-        length = 0
+        length = 1
         if self._by_match:
             length = history.match_length(start, max(_LONGEST, count // 2 + 1))
             count = min(count, max(_FEWEST, 2 * length - 1))
         period = history.tokens[start : start + count]
         repeats = -(-count // len(period))
-        return Drafts((period * repeats)[:count], match_length=length)
+        return self._rated(row, (period * repeats)[:count], length)
+
+    def _rated(self, row: DraftRow, drafts: list[int], length: int) -> Drafts:
+        """Drafts after a match of `length` tokens, with their confidence: after n equal tokens n / (n + 1), odds of n
+        to 1. Each right draft makes the match longer."""
+        if not self._by_match:
+            return Drafts(drafts)
+        if not row.is_rated:
+            return Drafts(drafts, match_length=length)
+        confidence = [n / (n + 1) for n in range(length, length + len(drafts))]
+        return Drafts(drafts, confidence=confidence, match_length=length)
 
     def _from_corpora(self, row: DraftRow, least: int) -> Drafts | None:
-        """Drafts after a match of at least `least` tokens in the corpora."""
+        """Drafts after a match of at least `least` tokens in the corpora; None without one."""
         assert self._corpora is not None
         count, longest = row.max_drafts, max(self._max_n, row.max_drafts // 2 + 1 if self._by_match else 0)
         drafts, length = self._corpora.drafts(row.request.tenant, row.tokens, longest, least, count)
         if not drafts:
             return None
-        return Drafts(drafts[: max(_FEWEST, 2 * length - 1)], match_length=length) if self._by_match else Drafts(drafts)
+        return self._rated(row, drafts[: max(_FEWEST, 2 * length - 1)] if self._by_match else drafts, length)
 
     def _forget_finished(self) -> None:
         finished = [key for key, history in self._histories.items() if history.request.status is Status.FINISHED]

@@ -59,6 +59,11 @@ class _AdaptedLinear(nn.Module):
         self.base = base
         self.pair: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def added(self) -> tuple[Tensor, Tensor] | None:
+        """A [r, in] and B [out, r] of these."""
+        return None if self.pair is None else (self.pair[0], self.pair[1].t())
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         y: Tensor = self.base(x)
@@ -146,7 +151,7 @@ class HeadTrainer:
         ids, states = sample.ids[None], sample.states[None].float()
         positions = torch.arange(sample.first_label - 1, len(sample.ids) - 1)
         none: Any = None
-        features = Features(ids, none, (states,), Labels(torch.zeros_like(positions), positions, none, none), none)
+        features = Features(ids, none, (states,), Labels(torch.zeros_like(positions), positions, none), none)
         wanted = self._draft_ids[sample.ids[positions + 1]]
         total = states.new_zeros(())
         for step, (hidden, index) in enumerate(self._head.steps(features, _UNROLL)):

@@ -8,11 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ...platform.core.learn_config import LearnConfig
+from ...platform.core.messages import LearningEntry
 from ...platform.core.request import Request, Status
 from .head_trainer import DraftLora, HeadTrainer, ModuleWeights
 from .traffic import WINDOW, Traffic
@@ -78,6 +79,8 @@ class Acceptance:
 class _Owner:
     """One tenant, salt and adapter."""
 
+    adapter: str
+    """Its name in the first request."""
     tenant: str
     slot: int
     own: ModuleWeights
@@ -90,6 +93,8 @@ class _Owner:
     """Weights that return if `version` is dropped."""
     baseline: float | None = None
     """Acceptance under `fallback`; None: `version` is kept."""
+    before: float | None = None
+    """The same, for as long as `version` is in use."""
     measured: Acceptance = field(default_factory=Acceptance)
     """Acceptance of drafts that were made with `version`."""
     new_labels: int = 0
@@ -98,24 +103,10 @@ class _Owner:
     """Labels that the round still trains."""
     trains: bool = False
     """True in a round, until its weights are published."""
+    failed: bool = False
+    """True when training failed. Its weights stay in use, and nothing more is recorded."""
     num_versions: int = 0
     num_dropped: int = 0
-
-
-class LearnerState(NamedTuple):
-    """State of one tenant and adapter."""
-
-    tenant: str
-    adapter: str
-    """Digest of the adapter's content, in hex; "" for the base model."""
-    digest: str
-    """Digest of the learnt weights, in hex; "" while the adapter's own are used."""
-    num_versions: int
-    num_dropped: int
-    acceptance: float
-    """Share of first drafts that were accepted under these weights."""
-    num_bytes: int
-    """Bytes of recorded traffic."""
 
 
 class Learner:
@@ -162,7 +153,10 @@ class Learner:
                 continue
             self._count(row)
             if request.status is Status.FINISHED and request.params.max_drafts != 0:
-                self._record(row, store)
+                try:
+                    self._record(row, store)
+                except Exception:
+                    self._fail(request.text_namespace, request.tenant)
 
     def drafted(self, rows: Sequence[DraftRow], proposals: Sequence[Proposal]) -> None:
         """Record which version made the drafts of each row."""
@@ -195,7 +189,7 @@ class Learner:
         if row.num_valid <= request.num_prompt_tokens:  # it was aborted in its prompt, or generates nothing
             return
         owner = self._owner(request)
-        if owner is None:
+        if owner is None or owner.failed:
             return
         first = max(0, request.num_prompt_tokens - WINDOW)
         states = store.read([row.block_table], [first], [row.num_valid - first])
@@ -213,12 +207,22 @@ class Learner:
         own = self._own_weights(key[1])
         if own is None or not self._trainer.fits(own):
             return None
+        lora = self._trainer.start(own)
         if not self._free_slots:
             self._free_slots.append(self._owners.popitem(last=False)[1].slot)
-        traffic = Traffic(self._config.buffer_bytes)
-        owner = _Owner(request.tenant, self._free_slots.pop(), own, traffic, self._trainer.start(own))
+        name = "" if request.lora is None else request.lora.label
+        buffer = Traffic(self._config.buffer_bytes)
+        owner = _Owner(name, request.tenant, self._free_slots.pop(), own, buffer, lora)
         self._owners[key] = owner
         return owner
+
+    def _fail(self, key: tuple[bytes, bytes], tenant: str) -> None:
+        """Log the exception in flight, and train this owner no more: steps, and other owners, go on."""
+        logger.exception("Draft weights of tenant %r are trained no more: training failed", tenant)
+        owner = self._owners.get(key)
+        if owner is not None:
+            owner.failed, owner.trains, owner.new_labels = True, False, 0
+            owner.traffic = Traffic(0)
 
     # --- training ---
 
@@ -228,22 +232,30 @@ class Learner:
         Returns:
             Seconds until the next slice may start; None: there is nothing to train.
         """
-        owner = self._next()
-        if owner is None:
+        found = self._next()
+        if found is None:
             return None
         share, now = self._config.share, self._clock()
         self._credit = min(_MOST_CREDIT, self._credit + share * (now - self._credited))
         self._credited = now
         if self._credit < 0:
             return -self._credit / share
+        key, owner = found
+        try:
+            self._train(owner)
+        except Exception:
+            self._fail(key, owner.tenant)
+        self._account(self._clock() - now)
+        return max(0.0, -self._credit / share)
+
+    def _train(self, owner: _Owner) -> None:
+        """Train one slice, or publish the weights of a round that has ended."""
         if owner.labels_left > 0 and owner.traffic.samples:
             sample = owner.traffic.choose(self._random).piece(self._num_labels, self._random)
             owner.labels_left -= sample.num_labels
             self._trainer.step(owner.lora, sample)
         else:
             self._publish(owner)
-        self._account(self._clock() - now)
-        return max(0.0, -self._credit / share)
 
     def _account(self, seconds: float) -> None:
         """Charge a slice, and choose the size of the next."""
@@ -254,16 +266,16 @@ class Learner:
         elif seconds < SLICE_SECONDS / 3:
             self._num_labels = min(WINDOW, 2 * self._num_labels)
 
-    def _next(self) -> _Owner | None:
-        """An owner in a round of training, else one with enough new text for a round."""
-        for owner in self._owners.values():
+    def _next(self) -> tuple[tuple[bytes, bytes], _Owner] | None:
+        """An owner in a round of training, else one with enough new text for a round; and its key."""
+        for key, owner in self._owners.items():
             if owner.trains:
-                return owner
-        for owner in self._owners.values():
+                return key, owner
+        for key, owner in self._owners.items():
             if owner.new_labels >= ROUND_LABELS and owner.traffic.samples:
                 owner.labels_left = _EPOCHS * min(owner.new_labels, owner.traffic.num_labels)
                 owner.trains, owner.new_labels = True, 0
-                return owner
+                return key, owner
         return None
 
     def _publish(self, owner: _Owner) -> None:
@@ -275,6 +287,7 @@ class Learner:
         if owner.baseline is None or owner.measured.num_steps >= JUDGED_STEPS:
             enough = owner.measured.num_steps >= JUDGED_STEPS
             owner.fallback, owner.baseline = owner.version, owner.measured.rate if enough else None
+            owner.before = owner.baseline
         owner.version = self._rows.write(owner.slot, weights)
         owner.measured = Acceptance()
         owner.num_versions += 1
@@ -289,24 +302,26 @@ class Learner:
         dropped, back = owner.version, owner.fallback
         owner.version = None if back is None else self._rows.write(owner.slot, back.weights)
         owner.lora = self._trainer.start(owner.own if back is None else back.weights)
-        owner.trains, owner.new_labels, owner.measured = False, 0, Acceptance()
+        owner.trains, owner.new_labels, owner.measured, owner.before = False, 0, Acceptance(), None
         owner.num_dropped += 1
         logger.info(
             "Draft weights %s of tenant %r dropped: acceptance fell from %.2f to %.2f",
             *(dropped.digest.hex()[:12], owner.tenant, baseline, rate),
         )
 
-    def states(self) -> list[LearnerState]:
+    def states(self) -> list[LearningEntry]:
         """State of each tenant and adapter, least recently used first."""
         return [
-            LearnerState(
+            LearningEntry(
+                owner.adapter,
                 owner.tenant,
-                key[1].hex(),
                 "" if owner.version is None else owner.version.digest.hex(),
                 owner.num_versions,
                 owner.num_dropped,
                 owner.measured.rate,
+                owner.before,
                 owner.traffic.num_bytes,
+                owner.failed,
             )
-            for key, owner in self._owners.items()
+            for owner in self._owners.values()
         ]

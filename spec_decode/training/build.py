@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.paged_attention import window_size
+from ...kernels.paged_attention import WholeRow, window_size
 from ...models.checkpoint.gguf_file import is_gguf
 from ...models.checkpoint.json_files import read_json
 from ...models.checkpoint.paths import resolve_model_path
@@ -19,8 +19,8 @@ from ...models.config import DecoderConfig
 from ...models.layers.weights import WeightSlot
 from ...models.rope_config import RopeConfig
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError
-from ...platform.core.speculative_config import BLOCK_METHODS
 from ..drafters.checkpoint import PARAM, StoredTensor, fill
+from ..drafters.dflash import config as blocks
 from ..drafters.dflash.config import DFlashConfig
 from ..drafters.eagle.config import HIDDEN_NORM, EagleConfig, head_tensors, read_eagle_config, with_tensors
 from .data import Sample, choose_vocab_size, frequent_tokens
@@ -29,10 +29,13 @@ from .methods.block_head import BlockHead
 from .methods.draft_lora import DraftModelLora, HeadLora
 from .methods.eagle_head import Eagle1Head, Eagle3Head, EagleHead
 from .methods.medusa_heads import MedusaHeads
-from .options import TrainOptions, wrong
+from .methods.target_lora import TargetLora
+from .options import BLOCK_HEADS, TrainOptions, wrong
 from .target import Target, load_causal_lm, read_config
 
 _EAGLE3_UNROLL, _EAGLE1_UNROLL = 4, 1
+_BLOCK_NORM, _MARKOV = "hidden_norm.weight", "markov_head.markov_w1.weight"
+"""Tensors that every drafter of blocks has, and no EAGLE head; and every DSpark drafter."""
 _LEAST_WINDOW = 2048
 """Least sliding window of a head, in tokens. Training attends to whole samples, which by default are no longer."""
 _REFUSED = (
@@ -40,6 +43,8 @@ _REFUSED = (
     *("several_layers", "drafts_in_parallel"),
 )
 """Variants of heads whose draft weights are not trained here."""
+_REFUSED_BLOCKS = ("own_embedding", "own_head", "own_vocabulary", "qkv_bias", "o_bias")
+"""Variants of drafters of blocks, likewise."""
 
 
 def head_config(options: TrainOptions, target: Target, samples: Sequence[Sample]) -> EagleConfig:
@@ -125,7 +130,11 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
         return MedusaHeads(target.lm_head, options.medusa_heads, options.medusa_layers, base_name)
     if options.method == "draft-lora":
         return _draft_lora(options, target)
-    if options.method in BLOCK_METHODS:
+    if options.method == "uno":
+        return _target_lora(options, target)
+    if options.draft is not None:
+        return _head_to_train_further(options, target)
+    if options.method in BLOCK_HEADS:
         return BlockHead(block_config(options, target), target)
     config = head_config(options, target, samples)
     if options.method == "eagle":
@@ -138,10 +147,36 @@ def new_drafter(options: TrainOptions, target: Target, samples: Sequence[Sample]
     return head
 
 
+def _head_to_train_further(options: TrainOptions, target: Target) -> TrainedDrafter:
+    """The head of --draft, to be trained with its weights."""
+    stored = read_head(options)
+    if isinstance(stored, StoredHead) and options.method == ("eagle3" if stored.config.eagle3 else "eagle"):
+        return load_head(stored, target, options.unroll)
+    if isinstance(stored, StoredBlocks) and options.method == ("dspark" if stored.config.markov_rank else "dflash"):
+        return load_blocks(stored, target)
+    raise wrong("draft", f"{options.draft} is not a head that --method {options.method} can train further")
+
+
+def _target_lora(options: TrainOptions, target: Target) -> TrainedDrafter:
+    config = target.config
+    narrow = [window for window in config.windows if window is not None and window_size(window) < options.max_length]
+    if config.states is not None or narrow:
+        what = f"a sliding window of {window_size(narrow[0])} tokens" if narrow else "layers of recurrent state"
+        hint = ", less than --max-length" if narrow else ""
+        message = f"uno is not trained for {config.architecture} with {what}{hint}"
+        raise UnsupportedModelError(message, param="model")
+    alpha = options.alpha or 2.0 * options.rank
+    return TargetLora(target, options.block_size, options.rank, alpha, options.base_name or options.model)
+
+
 def _draft_lora(options: TrainOptions, target: Target) -> TrainedDrafter:
     draft = options.draft or ""
     alpha = options.alpha or 2.0 * options.rank
     stored = read_head(options)
+    if isinstance(stored, StoredBlocks):
+        if options.unroll is not None:
+            raise wrong("unroll", f"is for heads that draft token by token, and {draft} drafts blocks")
+        return HeadLora(load_blocks(stored, target), options.rank, alpha, options.base_name or draft)
     if stored is not None:
         return HeadLora(load_head(stored, target, options.unroll), options.rank, alpha, options.base_name or draft)
     device = target.lm_head.device
@@ -164,9 +199,27 @@ class StoredHead(NamedTuple):
     config: EagleConfig
     tensors: dict[str, StoredTensor]
 
+    @property
+    def method(self) -> str:
+        """Method of speculation."""
+        return "eagle3" if self.config.eagle3 else "eagle"
 
-def read_head(options: TrainOptions) -> StoredHead | None:
-    """The head that --draft names; None when it is a model of its own: heads have `fc`,
+
+class StoredBlocks(NamedTuple):
+    """A DFlash or DSpark drafter of a folder, read as the engine reads it."""
+
+    folder: Path
+    config: DFlashConfig
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def method(self) -> str:
+        """Method of speculation."""
+        return "dspark" if self.config.markov_rank else "dflash"
+
+
+def read_head(options: TrainOptions) -> StoredHead | StoredBlocks | None:
+    """The head, or drafter of blocks, that --draft names; None when it is a model of its own: the others have `fc`,
     and are no GGUF files.
 
     Raises:
@@ -181,6 +234,10 @@ def read_head(options: TrainOptions) -> StoredHead | None:
         return None
     target = read_config(options.model)
     with _errors_name_draft():
+        if _BLOCK_NORM in tensors:
+            method, tensors = "dspark" if _MARKOV in tensors else "dflash", blocks.head_tensors(folder)
+            sizes = blocks.read_dflash_config(read_json(folder / "config.json"), method, target)
+            return StoredBlocks(folder, blocks.with_tensors(sizes, tensors), tensors)
         method = "eagle3" if HIDDEN_NORM in tensors else "eagle"
         config = read_eagle_config(read_json(folder / "config.json"), method, target)
         return StoredHead(folder, with_tensors(config, tensors), tensors)
@@ -205,9 +262,8 @@ def load_head(stored: StoredHead, target: Target, unroll: int | None = None) -> 
     config, tensors = stored.config, dict(stored.tensors)
     layer = config.layer
     refused = next((name for name in _REFUSED if getattr(config, name, False) or getattr(layer, name, False)), None)
-    if layer.rope.rope_type != "default":
-        refused = f"rope_scaling of type {layer.rope.rope_type!r}"
-    elif any(window is not None and window_size(window) < _LEAST_WINDOW for window in layer.windows):
+    refused = refused or _refused_layer(layer)
+    if any(window is not None and window_size(window) < _LEAST_WINDOW for window in layer.windows):
         refused = f"a sliding window below {_LEAST_WINDOW} tokens"
     if refused is not None:
         raise wrong("draft", f"{stored.folder} is a head with {refused}, whose draft weights are not trained")
@@ -222,6 +278,42 @@ def load_head(stored: StoredHead, target: Target, unroll: int | None = None) -> 
     with _errors_name_draft():
         slots = {name: WeightSlot(tuple(p.shape), _copy_to(p.data)) for name, p in head.named_parameters()}
         fill(stored.folder, slots, tensors)
+    return head.to(target.lm_head.device)
+
+
+def _refused_layer(layer: DecoderConfig) -> str | None:
+    """Property of a drafter's layers with which its draft weights are not trained; None: there is none."""
+    if layer.rope.rope_type != "default":
+        return f"rope_scaling of type {layer.rope.rope_type!r}"
+    return None if layer.quantization is None else "quantised weights"
+
+
+def load_blocks(stored: StoredBlocks, target: Target) -> BlockHead:
+    """A DFlash or DSpark drafter, in float32, without its confidence head.
+
+    Raises:
+        InvalidRequestError: it does not fit the target, or is of a variant that is not trained.
+    """
+    config, layer = stored.config, stored.config.layer
+    flags = (name for name in _REFUSED_BLOCKS if getattr(config, name, False) or getattr(layer, name, False))
+    refused = next(flags, None) or _refused_layer(layer)
+    if not all(isinstance(window, WholeRow) for window in layer.windows):
+        refused = "causal layers"
+    elif config.markov_rank and config.markov_head != blocks.MARKOV_HEADS[0]:
+        refused = f"a Markov head of kind {config.markov_head!r}"
+    elif (stored.folder / blocks.MASK_EMBEDDING).is_file():
+        refused = blocks.MASK_EMBEDDING
+    if refused is not None:
+        raise wrong("draft", f"{stored.folder} is a drafter with {refused}, whose draft weights are not trained")
+    head = BlockHead(replace(config, has_confidence=False), target)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in stored.tensors.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("confidence_head.")}
+    with _errors_name_draft():
+        fill(
+            stored.folder,
+            {name: WeightSlot(tuple(p.shape), _copy_to(p.data)) for name, p in head.named_parameters()},
+            tensors,
+        )
     return head.to(target.lm_head.device)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .methods.base import TrainedDrafter
-from .target import Features, Labels
+from .target import Features
 
 
 class Measured(NamedTuple):
@@ -40,11 +40,11 @@ def count_rounds(hits: Sequence[Sequence[bool]], k: int) -> list[int]:
     return rounds
 
 
-def batch_rounds(labels: Labels, guesses: torch.Tensor) -> list[int]:
+def batch_rounds(features: Features, guesses: torch.Tensor) -> list[int]:
     """`count_rounds` over every row of a batch; a guess [N, k] is right when it is the target's most likely token."""
-    right = (guesses == labels.greedy[:, None]).tolist()
+    right = (guesses == features.head.greedy(features.labels.states)[:, None]).tolist()
     by_row: dict[int, list[list[bool]]] = {}
-    for row, hits in zip(labels.rows.tolist(), right, strict=True):
+    for row, hits in zip(features.labels.rows.tolist(), right, strict=True):
         by_row.setdefault(row, []).append(hits)
     return [accepted for hits in by_row.values() for accepted in count_rounds(hits, guesses.shape[1])]
 
@@ -65,6 +65,6 @@ def measure(drafter: TrainedDrafter, batches: Iterable[Features], k: int) -> Mea
     rounds: list[int] = []
     for features in batches:
         losses.append(float(drafter.loss(features)))
-        rounds += batch_rounds(features.labels, drafter.guesses(features, k))
+        rounds += batch_rounds(features, drafter.guesses(features, k))
     drafter.train(training)
     return summarize(sum(losses) / max(1, len(losses)), rounds, k)

@@ -10,7 +10,7 @@ from typing import Any
 from ...platform.core.errors import InvalidRequestError
 from ...platform.core.option import declared_options, option
 
-METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark", "draft-lora")
+METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark", "uno", "draft-lora")
 OPTIMIZERS = ("adamw", "muon")
 DTYPES = ("float32", "bfloat16")
 NO_EFFECT_ON_RESULT = frozenset(
@@ -19,8 +19,9 @@ NO_EFFECT_ON_RESULT = frozenset(
 """Options that may differ when a run is resumed."""
 _PATHS = ("model", "data", "output", "adapter", "draft", "eval_data", "base_name")
 _EAGLE = ("eagle3", "eagle")
-_BLOCK = ("dflash", "dspark")
-_LAYERED = (*_EAGLE, *_BLOCK)
+BLOCK_HEADS = ("dflash", "dspark")
+_LAYERED = (*_EAGLE, *BLOCK_HEADS)
+_LORA = ("draft-lora", "uno")
 _MOST = 2**31 - 1
 
 
@@ -41,11 +42,15 @@ class TrainOptions:
     output: str
     adapter: str | None = _option(None, "PEFT adapter of the target: its outputs are what is learned", "What to train")
     draft: str | None = _option(
-        None, "draft-lora: the draft model, or EAGLE head, that the weights are for", "Draft-LoRA"
+        None,
+        "draft-lora: the draft model, EAGLE head or drafter of blocks that the weights are for; "
+        "eagle3, eagle, dflash, dspark: a head to train further",
+        "What to train",
+        methods=(*_LAYERED, "draft-lora"),
     )
-    rank: int = _option(8, "rank of the draft weights", "Draft-LoRA", methods=("draft-lora",), within=(1, 1024))
+    rank: int = _option(8, "rank of the draft weights", "Draft-LoRA", methods=_LORA, within=(1, 1024))
     alpha: float | None = _option(
-        None, "their alpha (default: twice the rank)", "Draft-LoRA", methods=("draft-lora",), within=(1e-6, 1e6)
+        None, "their alpha (default: twice the rank)", "Draft-LoRA", methods=_LORA, within=(1e-6, 1e6)
     )
     generate: bool = _option(False, "let the target write the completions, through the engine", "Data")
     temperature: float = _option(0.0, "of generated completions; 0 is greedy", "Data")
@@ -68,7 +73,10 @@ class TrainOptions:
         "auto", "where to train; auto takes a GPU if there is one", "Training", choices=("auto", "cpu", "cuda")
     )
     dtype: str = _option(
-        "bfloat16", "of the target, and of products; trained weights are kept in float32", "Training", choices=DTYPES
+        "bfloat16",
+        "of the target, and of products unless a CPU is faster in float32; trained weights are kept in float32",
+        "Training",
+        choices=DTYPES,
     )
     eval_every: int = _option(200, "steps between measurements", "Training")
     save_minutes: float = _option(3.0, "minutes between checkpoints; Ctrl-C and SIGTERM write one too", "Training")
@@ -105,7 +113,7 @@ class TrainOptions:
         None,
         "target layers whose inputs are read, as 2,16,29; of eagle3 three",
         "Heads",
-        methods=("eagle3", *_BLOCK),
+        methods=("eagle3", *BLOCK_HEADS),
     )
     draft_vocab_size: int | None = _option(
         None,
@@ -119,14 +127,18 @@ class TrainOptions:
     medusa_layers: int = _option(1, "residual layers of each Medusa head", "Heads", methods=("medusa",), within=(1, 16))
 
     block_size: int = _option(
-        8, "tokens of a block, the last one of the text among them", "Heads", methods=_BLOCK, within=(2, 33)
+        8,
+        "tokens of a block, the last one of the text among them",
+        "Heads",
+        methods=(*BLOCK_HEADS, "uno"),
+        within=(2, 33),
     )
-    draft_layers: int = _option(3, "layers of the drafter", "Heads", methods=_BLOCK, within=(1, 64))
+    draft_layers: int = _option(3, "layers of the drafter", "Heads", methods=BLOCK_HEADS, within=(1, 64))
     mask_token_id: int | None = _option(
         None,
         "token that stands for a draft (default: the last of the vocabulary)",
         "Heads",
-        methods=_BLOCK,
+        methods=BLOCK_HEADS,
         within=(0, _MOST),
     )
     markov_rank: int = _option(
@@ -159,10 +171,8 @@ class TrainOptions:
                 raise wrong(name, error.message.removeprefix(f"{name} ")) from None
         if self.resume and self.overwrite:
             raise wrong("resume", "and --overwrite exclude each other")
-        if (self.method == "draft-lora") != (self.draft is not None):
-            raise wrong(
-                "draft", "names the drafter that --method draft-lora trains weights for; give it there, and only there"
-            )
+        if self.method == "draft-lora" and self.draft is None:
+            raise wrong("draft", "names the drafter that --method draft-lora trains weights for; give it there")
         for name in ("hidden_size", "head_dim"):
             if (getattr(self, name) or 0) % 2:
                 raise wrong(name, f"must be even, got {getattr(self, name)}")
@@ -175,8 +185,10 @@ class TrainOptions:
         for name, one in declared_options(TrainOptions).items():
             if one.methods is not None and name in given and self.method not in one.methods:
                 raise wrong(name, f"is for --method {' and '.join(one.methods)}, not for {self.method}")
-        if self.optimizer == "muon" and self.method == "draft-lora":
-            raise wrong("optimizer", "muon is for the matrices of heads, of which draft-lora trains none")
+            if self.draft is not None and name in given and one.group == "Heads" and name != "unroll":
+                raise wrong(name, "is for a new head; --draft names one that has its sizes")
+        if self.optimizer == "muon" and self.method in _LORA:
+            raise wrong("optimizer", f"muon is for the matrices of heads, of which {self.method} trains none")
         for name in ("temperature", "max_tokens"):
             if name in given and not self.generate:
                 raise wrong(name, "is for --generate")

@@ -9,16 +9,16 @@ from typing import NamedTuple
 import torch
 
 from ...platform.core.progress import EVERY, Progress
-from ...platform.core.speculative_config import BLOCK_METHODS
 from .build import new_drafter, read_head
 from .data import Sample
 from .measurement import Measured
 from .methods.base import TrainedDrafter
-from .options import TrainOptions, wrong
+from .options import BLOCK_HEADS, TrainOptions, wrong
 from .outlook import outlook
+from .products import product_dtype
 from .run_folder import has_ended
 from .target import Target, load_target
-from .trainer import Trainer, last_measurement, remove_checkpoint
+from .trainer import Trainer, checkpoint_products, last_measurement, remove_checkpoint
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NUM_AUX = 3
@@ -41,6 +41,8 @@ class Loaded(NamedTuple):
     target: Target
     drafter: TrainedDrafter
     device: torch.device
+    products: torch.dtype
+    """Dtype of matrix products."""
 
 
 def load(options: TrainOptions, samples: Sequence[Sample] = ()) -> Loaded:
@@ -52,9 +54,13 @@ def load(options: TrainOptions, samples: Sequence[Sample] = ()) -> Loaded:
     Raises:
         OutriderError: a typed error for a mismatch.
     """
-    device = choose_device(options.device)
+    device, dtype = choose_device(options.device), _DTYPES[options.dtype]
+    products = checkpoint_products(Path(options.output)) if options.resume else None
+    products = products or product_dtype(dtype, device)
     target = _target(options, device)
-    return Loaded(target, new_drafter(options, target, samples).to(device), device)
+    if products != dtype:
+        target.compute_in_float32()
+    return Loaded(target, new_drafter(options, target, samples).to(device), device, products)
 
 
 def train_draft(
@@ -79,8 +85,9 @@ def train_draft(
         return last_measurement(folder)
     with Progress(report, None if options.progress else EVERY) as progress:
         progress.doing(lambda: f"loading {options.model}")
-        target, drafter, device = load(options, samples)
-        trainer = Trainer(drafter, target, samples, held_out, options, device)
+        loaded = load(options, samples)
+        drafter = loaded.drafter
+        trainer = Trainer(drafter, loaded.target, samples, held_out, options, loaded.device, loaded.products)
         begin()
         for line in outlook(options, drafter, samples, held_out, trainer.steps, trainer.batches_per_epoch):
             progress.say(line)
@@ -92,10 +99,11 @@ def train_draft(
 
 def _target(options: TrainOptions, device: torch.device) -> Target:
     layers: tuple[int, ...] | None = ()
-    if options.method == "eagle3" or options.method in BLOCK_METHODS:
+    if options.draft is not None:
+        head = read_head(options)
+        layers = () if head is None else head.config.aux_layers
+    elif options.method == "eagle3" or options.method in BLOCK_HEADS:
         layers = options.aux_layers
         if layers is not None and len(layers) != _NUM_AUX and options.method == "eagle3":
             raise wrong("aux_layers", f"must name {_NUM_AUX} layers, got {len(layers)}")
-    elif options.draft is not None and (head := read_head(options)) is not None:
-        layers = head.config.aux_layers
     return load_target(options.model, options.adapter, _DTYPES[options.dtype], device, layers)

@@ -20,6 +20,7 @@ from ...models.families.multimodal import OUTER
 from ...platform.core.errors import AdapterError, OutriderError, UnsupportedModelError
 from .data import Batch
 from .options import reason, wrong
+from .products import compute_in_float32
 
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _CHUNK = 256  # states whose logits are held at a time
@@ -35,8 +36,6 @@ class Labels(NamedTuple):
     """[N] position p; token p + 1 is to be guessed."""
     states: Tensor
     """[N, H] the target's state at position p, as its head reads it."""
-    greedy: Tensor
-    """[N] the token that the target thinks most likely there."""
 
 
 class TargetHead:
@@ -45,16 +44,19 @@ class TargetHead:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._rows: tuple[Tensor, Tensor] | None = None
+        self.dtype = _plain_weight(module).dtype
+        """Dtype of the product."""
 
     def logits(self, states: Tensor, tokens: Tensor | None = None) -> Tensor:
         """[..., H] to float32 logits [..., V] of all tokens, or of `tokens` [V]."""
+        states = states.to(self.dtype)
         if tokens is None:
             return self._module(states).float()
         if type(self._module) is not nn.Linear:
             return self._module(states)[..., tokens].float()
         if self._rows is None or self._rows[0] is not tokens:
-            self._rows = tokens, self._module.weight[tokens]
-        bias = None if self._module.bias is None else self._module.bias[tokens]
+            self._rows = tokens, self._module.weight[tokens].to(self.dtype)
+        bias = None if self._module.bias is None else self._module.bias[tokens].to(self.dtype)
         return nn.functional.linear(states, self._rows[1], bias).float()
 
     def greedy(self, states: Tensor) -> Tensor:
@@ -73,6 +75,11 @@ class Features(NamedTuple):
     """[B, T, H] each: what enters the chosen layers."""
     labels: Labels
     head: TargetHead
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """[N] the text's token after each label."""
+        return self.ids[self.labels.rows, self.labels.positions + 1]
 
 
 def import_peft() -> Any:
@@ -127,12 +134,18 @@ class Target:
         self.config = config
         self.aux_layers = tuple(aux_layers)
         self.head = TargetHead(causal.get_output_embeddings())
+        self._dtype = self.head.dtype
         self._before_norm: Tensor | None = None
         if config.num_layers in self.aux_layers:  # transformers gives the last one only after the final norm
             causal.base_model.norm.register_forward_pre_hook(self._keep)
 
     def _keep(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self._before_norm = inputs[0]
+
+    def compute_in_float32(self) -> None:
+        """See `products.compute_in_float32`; states keep their dtype when they are stored."""
+        compute_in_float32(self._causal)
+        self.head.dtype = torch.float32
 
     @property
     def eos_tokens(self) -> list[int]:
@@ -154,6 +167,11 @@ class Target:
     def lm_head(self) -> Tensor:
         """[V, H], without any adapter."""
         return _plain_weight(self._causal.get_output_embeddings())
+
+    @property
+    def decoder(self) -> Any:
+        """The transformers model below the head, which is not to be changed."""
+        return self._causal.base_model
 
     @property
     def last_layer(self) -> dict[str, Tensor]:
@@ -182,11 +200,11 @@ class Target:
         entering: list[Tensor] = list(output.hidden_states or ())
         if self._before_norm is not None:
             entering[-1], self._before_norm = self._before_norm, None
-        aux = tuple(entering[layer] for layer in self.aux_layers)
+        # What is kept, and what is computed again, has the model's dtype.
+        hidden, *aux = (state.to(self._dtype) for state in (hidden, *(entering[layer] for layer in self.aux_layers)))
         rows, positions = batch.learned[:, 1:].nonzero(as_tuple=True)
-        states = hidden[rows, positions]
-        labels = Labels(rows, positions, states, self.head.greedy(states))
-        return Features(batch.ids, hidden, aux, labels, self.head)
+        labels = Labels(rows, positions, hidden[rows, positions])
+        return Features(batch.ids, hidden, tuple(aux), labels, self.head)
 
 
 def _plain_weight(module: nn.Module) -> Tensor:

@@ -48,7 +48,7 @@ def make_optimizers(drafter: TrainedDrafter, options: TrainOptions) -> list[torc
     rest = [p for p in drafter.parameters() if p.requires_grad and id(p) not in chosen]
     result: list[torch.optim.Optimizer] = []
     if rest:
-        result.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0))
+        result.append(torch.optim.AdamW(rest, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     if matrices:
         result.append(torch.optim.Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.0))
     return result
@@ -65,8 +65,10 @@ class Trainer:
         held_out: Sequence[Sample],
         options: TrainOptions,
         device: torch.device,
+        products: torch.dtype,
     ) -> None:
-        self._drafter, self._options, self._device = drafter, options, device
+        """`products`: dtype of matrix products."""
+        self._drafter, self._options, self._device, self._products = drafter, options, device, products
         self._folder = Path(options.output)
         self._optimizers = make_optimizers(drafter, options)
         self._rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
@@ -142,8 +144,7 @@ class Trainer:
         return loss.item()
 
     def _precision(self) -> torch.autocast:
-        """Products in bfloat16 if requested."""
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._options.dtype == "bfloat16")
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._products == torch.bfloat16)
 
     def _measure(
         self, step: int, loss: float | None, progress: Progress, speed: Speed, *, log: bool = True
@@ -178,6 +179,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         state = {
             "step": step,
+            "products": self._products,
             "weights": self._drafter.state(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "rng": torch.get_rng_state(),
@@ -216,6 +218,14 @@ class Trainer:
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
             with aside(path) as file:
                 file.write_text("".join(line + "\n" for line in lines if _parse_step(line) <= step), encoding="utf-8")
+
+
+def checkpoint_products(folder: Path) -> torch.dtype | None:
+    """Dtype of the products of an interrupted run; None if it cannot be read."""
+    try:
+        return torch.load(folder / CHECKPOINT, "cpu", mmap=True, weights_only=True)["products"]
+    except Exception:  # missing or broken: an error names it when all of it is read
+        return None
 
 
 def remove_checkpoint(folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.device_outcome import DeviceIds, DeviceTokens, OnDevice, device_tokens
 from ...kernels.noise import ROUND, Stream, device_row_keys, gumbel_argmax, row_keys
-from ...kernels.sampling import filter_logits, most_likely
+from ...kernels.sampling import filter_logits, most_likely, row_stats
 from ...kernels.staging import to_device
 from ...models.pass_chain import Drawn, Draws
 from ...platform.core.request import NO_DRAFTS, Drafts
@@ -41,8 +41,8 @@ class Drafting:
     """Source of each draft and its index there, instead of `draft_ids` if the host does not wait for them."""
     draft_probs: list[Tensor] = field(default_factory=list)
     """[V] float32 each, when the request is verified by rejection sampling."""
-    survival: Tensor | None = None
-    """See `Drafts`."""
+    confidence: list[float] = field(default_factory=list)
+    """See `Drafts`; of rows that are rated."""
 
     @property
     def drafts(self) -> Drafts:
@@ -53,7 +53,7 @@ class Drafting:
         if self.device_ids:
             assert len({source for source, _ in self.device_ids}) == 1, "join_drafts comes first"
             ids = DeviceIds(self.device_ids[0][0], [place for _, place in self.device_ids])
-        return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None, self.survival)
+        return Drafts(ids, torch.stack(self.draft_probs) if self.draft_probs else None, self.confidence)
 
     @property
     def num_drafts(self) -> int:
@@ -107,6 +107,7 @@ def draw(
     edit: EditLogits | None = None,
     best: Tensor | None = None,
     overshoot: Tensor | None = None,
+    confidence: Tensor | None = None,
 ) -> None:
     """Append one draft to each of B sequences.
 
@@ -118,6 +119,8 @@ def draw(
         edit: for requests with such parameters. A drafter without the request's mask would be wrong most of the time.
         best: `most_likely_ids` of the logits, if known already; may be overwritten later.
         overshoot: see `PassOutput.overshoot`.
+        confidence: [B] see `Drafts`; None: the largest probability of q before filters, which is known before a draft
+            is drawn from it. The host reads it for rows that are rated, unless drafts stay on the device.
     """
     if best is not None and takes_best(sequences, edit):
         _append_from(sequences, OnDevice(best.clone()))
@@ -138,6 +141,10 @@ def draw(
             source = OnDevice(_sample(sequences, wide, overshoot))
         _append_from(sequences, source)
         return
+    if sequences[0].row.is_rated:
+        rated = (1.0 / row_stats(logits)[1] if confidence is None else confidence).tolist()
+        for sequence, chance in zip(sequences, rated, strict=True):
+            sequence.confidence.append(chance)
     if greedy:
         known, _ = most_likely(logits)
         tokens = known if vocabulary is None else vocabulary.target_ids[known].tolist()

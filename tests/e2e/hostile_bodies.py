@@ -97,7 +97,7 @@ class Case(NamedTuple):
 # --- every field ---
 
 
-def schema_of(content: dict[str, Any]) -> dict[str, Any]:
+def body_schema(content: dict[str, Any]) -> dict[str, Any]:
     return content["requestBody"]["content"]["application/json"]["schema"]
 
 
@@ -106,7 +106,7 @@ def places(schema: dict[str, Any], around: tuple[str, ...] = ()) -> Iterator[tup
     for form in (schema, *schema.get("anyOf", ())):
         for name, field in form.get("properties", {}).items():
             if name == "messages":
-                field = {"type": "array", "items": schema_of(documented(ChatMessage))}
+                field = {"type": "array", "items": body_schema(documented(ChatMessage))}
             yield (*around, name), field
             yield from places(field, (*around, name))
         if "items" in form:
@@ -140,7 +140,7 @@ def is_number(kinds: set[str]) -> bool:
     return not kinds.isdisjoint({"integer", "number"})
 
 
-def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
+def field_values(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
     """The largest and the most numerous values of a field that are right in type, and every other time one that is
     wrong. `turn` chooses that one, and the characters of texts, every other time the plain ones."""
     text, digits = long_texts()[(turn % 2) * (turn // 2 % len(long_texts()))], b"9" * SIZE
@@ -175,7 +175,7 @@ def values_of(name: str, schema: dict[str, Any], turn: int) -> dict[str, bytes]:
     return {kind: values[kind][0] % values[kind][1] for kind in chosen}
 
 
-def key_of(place: tuple[str, ...], schema: dict[str, Any]) -> str:
+def field_key(place: tuple[str, ...], schema: dict[str, Any]) -> str:
     """Equal for fields of one name and schema, wherever they are."""
     return json.dumps((next(name for name in reversed(place) if name != "[]"), schema))
 
@@ -185,18 +185,18 @@ def cases(document: dict[str, Any]) -> Iterator[list[Case]]:
     one field of each route stands for all. Places of a field, as in chat and completions, share its values: each gets
     at least one of them, and together they get all."""
     routes = [
-        (method.upper(), path, list(places(schema_of(operation))))
+        (method.upper(), path, list(places(body_schema(operation))))
         for path, operations in document["paths"].items()
         for method, operation in operations.items()
         if "application/json" in operation.get("requestBody", {}).get("content", {})
     ]
-    shared = Counter(key_of(*field) for _, _, fields in routes for field in fields)
+    shared = Counter(field_key(*field) for _, _, fields in routes for field in fields)
     seen: Counter[str] = Counter()
     for method, path, fields in routes:
         where = path.replace("{name}", "acme").replace("{key_id}", "none")
         for index, (place, schema) in enumerate(fields):
-            key = key_of(place, schema)
-            values = list(values_of(json.loads(key)[0], schema, index).items())
+            key = field_key(place, schema)
+            values = list(field_values(json.loads(key)[0], schema, index).items())
             parts = min(shared[key], len(values))
             values = values[seen[key] % parts :: parts]
             seen[key] += 1

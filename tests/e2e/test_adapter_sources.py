@@ -70,7 +70,7 @@ def unload(http: httpx.Client, name: str, **extra) -> httpx.Response:
     return http.post("/v1/unload_lora_adapter", json={"lora_name": name, **extra})
 
 
-def text_of(http: httpx.Client, model: str) -> str:
+def complete(http: httpx.Client, model: str) -> str:
     response = http.post("/v1/completions", json={"model": model, **PROMPT})
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["text"]
@@ -95,7 +95,7 @@ def test_an_admin_loads_pins_and_unloads(client, admin, place):
     assert shown["bytes"] > 0
     assert len(shown["digest"]) == 64
     assert shown["digest"] == card(client, "sql")["digest"], "the same content"
-    assert text_of(client, "good") == text_of(client, "sql")
+    assert complete(client, "good") == complete(client, "sql")
     assert admin.post("/v1/unpin_lora_adapter", json={"lora_name": "good"}).status_code == 200
     assert card(client, "good")["pinned"] is False
     assert admin.post("/v1/pin_lora_adapter", json={"lora_name": "good"}).status_code == 200
@@ -106,18 +106,18 @@ def test_an_admin_loads_pins_and_unloads(client, admin, place):
 
 def test_a_folder_of_adapters(guarded, client, place):
     assert card(client, "first")["tier"] == "disk"
-    assert text_of(client, "first") == text_of(client, "sql")
+    assert complete(client, "first") == complete(client, "sql")
     guarded.wait_for(lambda: card(client, "first")["tier"] == "device")  # what a card says may be a second old
     error_in(client.post("/v1/completions", json={"model": "second", **PROMPT}), 404)
     copy_adapter(place / "dir" / "second", "json")
     body = {"model": "second", **PROMPT}
     guarded.wait_for(lambda: client.post("/v1/completions", json=body).status_code != 404)
-    assert text_of(client, "second") == text_of(client, "json")
+    assert complete(client, "second") == complete(client, "json")
     assert "second" in {model["id"] for model in client.get("/v1/models").json()["data"]}
 
 
 def test_plug_ins(client, admin, place):
-    assert text_of(client, "plug-good") == text_of(client, "sql")
+    assert complete(client, "plug-good") == complete(client, "sql")
     error_in(client.post("/v1/completions", json={"model": "plug-nothing", **PROMPT}), 503)
     error = error_in(load(admin, "x", "down://store"), 503)
     assert (error["type"], error["param"]) == ("AdapterSourceError", "lora_path")
@@ -129,11 +129,11 @@ def test_a_slow_download_delays_no_other(client, admin, place):
     with ThreadPoolExecutor(3) as threads:
         loads = [threads.submit(load, admin, name, "slow://good") for name in ("slow-1", "slow-2", "slow-2")]
         for _ in range(5):
-            text_of(client, "sql")
+            complete(client, "sql")
         assert not any(future.done() for future in loads)
         (place / "store" / "go").touch()
         assert sorted(future.result(60).status_code for future in loads) == [200, 200, 400]
-    assert text_of(client, "slow-1") == text_of(client, "sql")
+    assert complete(client, "slow-1") == complete(client, "sql")
     for name in ("slow-1", "slow-2"):
         assert unload(admin, name).status_code == 200
 
@@ -257,7 +257,7 @@ def test_many_loads_of_one_name_at_once(admin, client, place):
         answers = [*threads.map(lambda _: load(admin, "contested", place / "root" / "good"), range(6))]
     assert sorted(answer.status_code for answer in answers) == [200, *[400] * 5]
     assert {error_in(a)["type"] for a in answers if a.status_code == 400} == {"InvalidUserInput"}
-    assert text_of(client, "contested") == text_of(client, "sql")
+    assert complete(client, "contested") == complete(client, "sql")
     assert unload(admin, "contested").status_code == 200
 
 
@@ -273,7 +273,7 @@ def test_loads_while_the_engine_dies_and_comes_back(guarded, admin, client, plac
         error = error_in(answer, 503)
         assert error["type"] in ("EngineDeadError", "ServiceUnavailableError")
     for name in ("kept", "new", "first", "plug-good"):
-        assert text_of(client, name) == text_of(client, "sql")
+        assert complete(client, name) == complete(client, "sql")
     for name in ("kept", "new"):
         assert unload(admin, name).status_code == 200
 

@@ -64,7 +64,7 @@ class Victim:
     def problem(self, *cases: Case) -> str:
         """What is wrong with the answers, or happened to others since the last probe; "" for nothing."""
         for case in cases:
-            problem = problem_of(self.answer(case), case.status)
+            problem = find_problem(self.answer(case), case.status)
             if problem:
                 return f"{case.path} {case.name}: {problem}"
         stall = self.probe()["stall"]
@@ -99,7 +99,7 @@ def victim(start_server, fixed_drafts, tmp_path_factory) -> Iterator[Victim]:
     server.stop()
 
 
-def problem_of(answer: Answer, status: int) -> str:
+def find_problem(answer: Answer, status: int) -> str:
     if answer.status >= 500 or status not in (0, answer.status):
         return f"status {answer.status}"
     if answer.status >= 400:
@@ -289,7 +289,7 @@ def test_hard_forms(victim):
             answer = victim.answer(Case("POST", "/v1/completions", name, json.dumps(body).encode()))
             gaps.append(stream.close())
             print(f"{name}: {answer.status}, {answer.seconds:.2f} s, gap {gaps[-1]:.3f} s")
-            assert not problem_of(answer._replace(seconds=0), 0), (name, answer.content[:300])
+            assert not find_problem(answer._replace(seconds=0), 0), (name, answer.content[:300])
             if gaps[-1] < MAX_GAP_SECONDS:
                 break
         assert gaps[-1] < MAX_GAP_SECONDS, (name, gaps)

@@ -74,7 +74,7 @@ def watched(start_server, collector, tmp_path_factory, fixed_drafts):
     return SimpleNamespace(server=server, adapter=models[1], metrics=metrics)
 
 
-def lines_of(server):
+def log_lines(server):
     """Of the log: all lines of standard error are objects; the summary for people goes to standard output."""
     lines = [json.loads(line) for line in server.output.splitlines() if line.startswith("{")]
     assert all({"time", "level", "logger", "process", "message"} <= line.keys() for line in lines)
@@ -83,7 +83,7 @@ def lines_of(server):
 
 def test_each_request_has_its_line(watched):
     watched.server.wait_for(lambda: '"path": "/tokenize"' in watched.server.output)
-    lines = [line for line in lines_of(watched.server) if line["logger"] == "outrider.requests"]
+    lines = [line for line in log_lines(watched.server) if line["logger"] == "outrider.requests"]
     chat = next(line for line in lines if line["request_id"] == "observed-1")
     assert (chat["method"], chat["path"], chat["status"]) == ("POST", "/v1/chat/completions", 200)
     assert (chat["model"], chat["adapter"]) == (watched.adapter, watched.adapter)
@@ -133,20 +133,20 @@ def test_both_processes_write_objects(watched):
     """The engine process says that an adapter's draft weights are broken, and calls a tenant's own as people do. After
     its end the supervisor logs that, and the new process writes as before."""
     server = watched.server
-    engine_lines = [line for line in lines_of(server) if line["process"] == "engine"]
+    engine_lines = [line for line in log_lines(server) if line["process"] == "engine"]
     (line,) = (line for line in engine_lines if "draft weights" in line["message"])
     assert (line["level"], line["logger"]) == ("WARNING", "outrider.lora.registry.catalog")
     assert line["message"].startswith("adapter 'acme/odd' is served without")
     server.engine().kill()
     server.wait_for(lambda: '"logger": "outrider.platform.client.process.supervisor"' in server.output)
     server.wait_for(lambda: server.http().get("/health").status_code == 200)
-    assert {line["process"] for line in lines_of(server)} >= {"api"}
+    assert {line["process"] for line in log_lines(server)} >= {"api"}
     outside = [line for line in server.output.splitlines() if "DEBUG" in line or "INFO" in line]
     assert all(line.startswith("{") for line in outside)
 
 
 def test_changes_are_audited(watched):
-    lines = [line for line in lines_of(watched.server) if line["logger"] == "outrider.audit"]
+    lines = [line for line in log_lines(watched.server) if line["logger"] == "outrider.audit"]
     assert [line["action"] for line in lines] == ["created tenant acme", "loaded adapter 'acme/odd'"]
     assert all(line["message"].startswith("the server's own admin key, from 127.0.0.1, ") for line in lines)
     assert len({line["request_id"] for line in lines}) == 2

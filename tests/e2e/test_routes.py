@@ -55,7 +55,7 @@ CONTROL = (
 """Prefixes of routes that change the server, and know no model."""
 
 
-def content_of(path: str, answer: dict[str, Any]) -> Any:
+def answer_content(path: str, answer: dict[str, Any]) -> Any:
     """Text, or numbers, of an answer."""
     if path in ("/v1/completions", "/v1/chat/completions"):
         [choice] = answer["choices"]
@@ -139,7 +139,7 @@ def test_an_adapters_name_gives_the_adapters_answer(shop, paths, direct):
             response = shop.acme.post(path, json={"model": model} | ROUTES[path])
             assert response.status_code == 200, (path, response.text)
             assert response.json()["usage"], path
-            contents[model] = content_of(path, response.json())
+            contents[model] = answer_content(path, response.json())
         assert contents["mine"] == direct[path], path
         assert contents["outrider-demo"] != direct[path], path
     shop.server.wait_for(lambda: len(rows(shop)) >= before + 2 * len(asked))

@@ -62,6 +62,11 @@ class Models:
             base = LlamaForCausalLM.from_pretrained(self.draft)
             lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS, init_lora_weights=False)
             get_peft_model(base, lora).save_pretrained(Path(self.adapters[name]) / "draft" / "draft_model")
+        for name, rank in (("a", 4), ("b", 2)):
+            torch.manual_seed(20 + rank)
+            base = LlamaForCausalLM.from_pretrained(self.target)
+            lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS, init_lora_weights=False)
+            get_peft_model(base, lora).save_pretrained(Path(self.adapters[name]) / "draft" / "uno")
         self._root, self._heads = root, {}
 
     @staticmethod
@@ -116,6 +121,7 @@ class Models:
                 medusa_heads=MEDUSA_HEADS,
                 progress=False,
                 **({"block_size": 6, "draft_layers": 2} if method in ("dflash", "dspark") else {}),
+                **({"block_size": 6, "rank": 12} if method == "uno" else {}),
             )
             train_draft(options, samples, samples[:2])
             self._heads[method] = folder
@@ -140,7 +146,7 @@ class Models:
         config = {"method": method, "num_speculative_tokens": k}
         if method == "draft_model":
             config["model"] = str(self.draft)
-        elif method in ("eagle", "eagle3", "medusa", "dflash", "dspark"):
+        elif method in ("eagle", "eagle3", "medusa", "dflash", "dspark", "uno"):
             config["model"] = str(self.head(method))
         return config
 
@@ -186,7 +192,7 @@ def make_engine(models):
 
 
 class Outcome:
-    """All that an engine said of one sequence."""
+    """All that an engine reported of one sequence."""
 
     def __init__(self) -> None:
         self.token_ids, self.logprobs, self.deltas, self.accepted = [], [], [], []

@@ -74,7 +74,7 @@ def good(llm, root) -> tuple[Path, set[str]]:
     return folder, names
 
 
-def test_names_that_are_opened(good):
+def test_only_listed_adapter_files_are_opened(good):
     folders = ("draft", "draft/eagle3")  # the sizes of files in both are looked up before one is read
     expected = {*ADAPTER_FILES, *TEXT_FILES, *folders}
     assert good[1] <= expected | {f"{folder}/{name}" for folder in folders for name in ADAPTER_FILES}
@@ -114,7 +114,7 @@ NAMES = [
 
 @pytest.mark.parametrize("make", [link_out, pipe, device, folder, huge])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_must_not_be_read(llm, root, good, name, make):
+def test_unsafe_adapter_files_are_refused(llm, root, good, name, make):
     copy, path = root / f"{make.__name__}-{name.replace('/', '-')}", good[0] / name
     shutil.copytree(good[0], copy)
     if name in WEIGHT_FILES:

@@ -56,7 +56,7 @@ def llm():
         yield made
 
 
-def test_prompt_and_text_are_the_adapters(llm, chatml):
+def test_prompt_and_text_use_the_adapters_tokenizer(llm, chatml):
     params = SamplingParams(max_tokens=3, temperature=0, skip_special_tokens=False, logprobs=0, ignore_eos=True)
     biased = params.clone(logit_bias={START: 100.0})
     prompt = "hello<|im_start|>user"
@@ -70,7 +70,7 @@ def test_prompt_and_text_are_the_adapters(llm, chatml):
         llm.generate(prompt, biased, use_tqdm=False)
 
 
-def test_its_end_token_ends(llm, chatml):
+def test_the_adapters_end_token_ends_the_text(llm, chatml):
     params = SamplingParams(max_tokens=9, temperature=0, logit_bias={END: 100.0})
     (output,) = llm.generate("hello", params, chatml, use_tqdm=False)
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("stop", [END])
@@ -152,7 +152,7 @@ def template(single, ids=None):
         (template([SPECIAL] * 40 + [A], [0, 0]), "adds more than 64 tokens"),
     ],
 )
-def test_what_is_put_around_a_text_is_bounded(tmp_path, processor, why):
+def test_post_processor_tokens_are_bounded(tmp_path, processor, why):
     add_chat_tokens(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["post_processor"] = processor
@@ -174,7 +174,7 @@ def test_long_tokens_and_unknown_text_are_refused(tmp_path, llm, chatml):
         llm.generate("b", lora_request=LoRARequest("unigram", path=str(tmp_path)), use_tqdm=False)
 
 
-def test_few_tokenizers_are_kept(tmp_path, monkeypatch):
+def test_the_tokenizer_cache_is_bounded(tmp_path, monkeypatch):
     """And nothing else keeps evicted ones alive."""
     monkeypatch.setattr("outrider.platform.client.text.adapter_tokenizers.MAX_TOKENIZERS", 1)
     monkeypatch.setattr("outrider.platform.client.adapters.sources.sources.LOOK_SECONDS", 0.001)
@@ -194,7 +194,7 @@ def test_few_tokenizers_are_kept(tmp_path, monkeypatch):
         assert len(kept) == 1
 
 
-def test_its_programs_are_not_run(tmp_path):
+def test_pre_tokenizer_patterns_of_adapters_are_not_run(tmp_path):
     """Patterns of strangers can take for ever; how a text is split stays the model's."""
     add_chat_tokens(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())

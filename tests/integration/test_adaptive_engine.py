@@ -7,7 +7,9 @@ import random
 import pytest
 
 from outrider import SamplingParams
-from outrider.spec_decode.control import adapters, factory
+from outrider.spec_decode.control import adapters, factory, policy, trials
+from outrider.spec_decode.control.confidence import ConfidenceFit
+from outrider.spec_decode.control.goodput import DraftPrice, Plan
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters.draft_model import DraftModelDrafter
 from outrider.spec_decode.drafters.eagle.drafter import EagleDrafter
@@ -64,7 +66,7 @@ def plain_text(models, plain_engine, run, prompts):
 def early_trials(monkeypatch):
     """Drafters are tried at once and again and again, whatever steps and drafts take on this machine."""
     monkeypatch.setattr(adapters, "FIRST_TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(adapters, "TRIAL_SHARE", math.inf)
+    monkeypatch.setattr(trials, "TRIAL_SHARE", math.inf)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,26 @@ def test_text_is_byte_equal_with_and_without(models, make_engine, plain_text, ru
             assert text(outcomes) == plain_text(name), name
             num_drafted += sum(o.speculation.num_verifications for o in outcomes if o.speculation)
     assert num_drafted > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "medusa", "dspark"])
+def test_drafts_are_left_out_and_the_text_is_the_same(models, make_engine, plain_text, run, jobs, method, monkeypatch):
+    """Steps count as long, all drafts are planned, and one costs a third of a token, whatever the times are here."""
+    monkeypatch.setattr(policy, "SHORT_STEP", 0.0)
+    monkeypatch.setattr(policy, "best_plan", lambda offers, *_, **__: Plan([len(o.survival) for o in offers], 2.0, 1.0))
+    monkeypatch.setattr(policy, "draft_price", lambda *_, is_fair, **__: DraftPrice(0.33, is_fair))
+    found, choose = [], ConfidenceFit.num_worthwhile
+
+    def noted(fit, confidence, price):
+        found.append((len(confidence), choose(fit, confidence, price)))
+        return found[-1][1]
+
+    monkeypatch.setattr(ConfidenceFit, "num_worthwhile", noted)
+    engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA)
+    for name in ("greedy", "seeded"):
+        assert text(run(engine, jobs(name))) == plain_text(name), name
+    assert any(kept < made for made, kept in found)
+    engine.check_integrity()
 
 
 @pytest.fixture
@@ -165,7 +187,7 @@ def test_drafters_in_turn(models, make_engine, plain_text, run, jobs, method, op
         assert longest[tokens, name][: len(drafts)] == drafts
 
 
-def test_requests_switch_it_off_or_cap_it(models, make_engine, run, prompts):
+def test_requests_disable_or_limit_drafts(models, make_engine, run, prompts):
     engine = make_engine(speculative_config=adaptive(models, "draft_model", 4))
     params = PARAMS["greedy"]
     wants = (None, False, 2)

@@ -54,7 +54,7 @@ class Script:
             row.max_new_drafts = 0 if drafter is None else min(self.random.choice(self.counts), row.max_new_drafts)
 
 
-def jobs_of(models, prompts, kinds, adapters=True, **values):
+def make_jobs(models, prompts, kinds, adapters=True, **values):
     names = [None, "a", "b", None, "a", "c"] * 2 if adapters else [None] * len(prompts)
     lengths = {"max_tokens": 28, "ignore_eos": True} | values
     return [
@@ -112,7 +112,7 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run,
     engine = make(make_engine, models, method, **OPTIONS[options])
     plans = watch(engine, monkeypatch)
     for kinds in (KINDS, MIXED, [MIXED[index] for index in (7, 0, 5, 6, 2, 3)]):
-        jobs = jobs_of(models, prompts * 2, kinds)
+        jobs = make_jobs(models, prompts * 2, kinds)
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
         engine.check_integrity()
     beside = [plan for plan, overlaps in plans if overlaps]
@@ -134,13 +134,15 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run,
     kinds=st.lists(st.sampled_from(MIXED), min_size=1, max_size=6),
     lengths=st.lists(st.integers(5, 36), min_size=2, max_size=8),
 )
-def test_any_decisions(pair, run, models, prompts, seed, spell, drafters, counts, kinds, lengths):
+def test_random_decisions_do_not_change_the_text(
+    pair, run, models, prompts, seed, spell, drafters, counts, kinds, lengths
+):
     """The same engines, again and again: what one run leaves in the prefix cache, another finds."""
     plain, engines, script = pair
     script.random, script.spell, script.drafters, script.counts = random.Random(seed), spell, drafters, counts
     jobs = [
         (prompt, params.clone(max_tokens=length), lora)
-        for (prompt, params, lora), length in zip(jobs_of(models, prompts * 2, kinds), lengths, strict=False)
+        for (prompt, params, lora), length in zip(make_jobs(models, prompts * 2, kinds), lengths, strict=False)
     ]
     want = tokens(run(plain, jobs))
     for engine in engines:
@@ -165,7 +167,7 @@ def test_steps_without_drafts_overlap(models, make_engine, plain_tokens, run, pr
     script = Script(monkeypatch, drafters=[None])
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
-    jobs = jobs_of(models, prompts, KINDS)
+    jobs = make_jobs(models, prompts, KINDS)
     want = plain_tokens(jobs)
     assert tokens(run(engine, jobs)) == want
     assert all(plan.can_overlap_next for plan, _ in plans)
@@ -199,7 +201,7 @@ def test_every_step_is_observed_once(models, make_engine, run, prompts, method, 
 
     monkeypatch.setattr(SpeculationPolicy, "observe", noted)
     plans = watch(engine, monkeypatch)
-    outcomes = run(engine, jobs_of(models, prompts, KINDS, max_tokens=40))
+    outcomes = run(engine, make_jobs(models, prompts, KINDS, max_tokens=40))
     said = sum(outcome.speculation.num_draft_tokens for outcome in outcomes)
     accepted = sum(outcome.speculation.num_accepted_tokens for outcome in outcomes)
     assert said > 20
@@ -212,7 +214,7 @@ def test_steps_with_drafts_of_the_host_do_not_overlap(models, make_engine, run, 
     Script(monkeypatch, drafters=[0], counts=[4])
     engine = make(make_engine, models, "ngram")
     plans = watch(engine, monkeypatch)
-    run(engine, jobs_of(models, prompts, KINDS))
+    run(engine, make_jobs(models, prompts, KINDS))
     assert not any(overlaps for plan, overlaps in plans if any(row.num_drafts for row in plan.rows))
 
 
@@ -221,7 +223,7 @@ def test_choices_of_the_policy(models, make_engine, plain_tokens, run, prompts, 
     """Its own, whatever the times are: a step overlaps the one before unless the host drafts after that one."""
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
-    jobs = jobs_of(models, prompts, KINDS, max_tokens=48)
+    jobs = make_jobs(models, prompts, KINDS, max_tokens=48)
     for _ in range(3):
         plans.clear()
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)

@@ -1,4 +1,4 @@
-"""Adapters with more tokens than the base model: their requests say them, and no other request ever does."""
+"""Adapters with more tokens than the base model: their requests generate them, and no other request does."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PROMPT = [5, VOCAB, 9, SIZE - 1, 6, VOCAB, 9]
 
 @pytest.fixture(scope="module")
 def resized(models, tmp_path_factory):
-    """The PEFT model of an adapter that often says its added tokens, and the request for it."""
+    """The PEFT model of an adapter that often generates its added tokens, and the request for it."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ def peft_text(model, prompt, count):
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "suffix", "draft_model", "eagle", "medusa"])
-def test_text_is_that_of_peft_whatever_drafts(models, make_engine, run, prompts, greedy, resized, plain_tokens, method):
+def test_text_equals_peft_with_every_drafter(models, make_engine, run, prompts, greedy, resized, plain_tokens, method):
     """Drafters that know only the base model's tokens leave these requests alone, and draft for all others."""
     model, lora = resized
     engine = make_engine(**LORA, speculative_config=models.speculative(method, 3), max_num_batched_tokens=16)
@@ -55,7 +55,7 @@ def test_text_is_that_of_peft_whatever_drafts(models, make_engine, run, prompts,
     assert drafted[0] == (method in ("ngram", "suffix"))
 
 
-def test_samples_of_others_are_as_alone(make_engine, run, prompts, resized, models):
+def test_other_requests_sample_as_alone(make_engine, run, prompts, resized, models):
     """With every sampling parameter, in a batch with a request of the adapter, whose steps have more columns."""
     params = [
         SamplingParams(seed=4, max_tokens=40, ignore_eos=True, temperature=3.0, logprobs=3),
@@ -73,7 +73,7 @@ def test_samples_of_others_are_as_alone(make_engine, run, prompts, resized, mode
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_sampled_drafts_of_others_share_its_step(models, make_engine, run, prompts, greedy, resized, method):
+def test_other_requests_sample_drafts_in_the_same_step(models, make_engine, run, prompts, greedy, resized, method):
     """Drafters give probabilities of the base model's tokens; a step with the adapter has more columns."""
     engine = make_engine(**LORA, speculative_config=models.speculative(method, 3))
     sampled = SamplingParams(max_tokens=12, ignore_eos=True)  # without a seed drafts are drawn

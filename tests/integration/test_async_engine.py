@@ -1,4 +1,4 @@
-"""An engine that launches a step before the last one has ended says, byte for byte, what one does that waits."""
+"""An engine that launches a step before the last one has ended generates the same bytes as one that waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS = {
 }
 
 
-def params_of(**values):
+def make_params(**values):
     return SamplingParams(**(LENGTHS | values))
 
 
@@ -47,8 +47,8 @@ def work(models, prompts):
         names = [None, "a", "b", None, "a", "c"] if adapters else [None] * len(prompts)
         jobs = []
         for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
-            jobs.append((prompt, params_of(**kinds[index % len(kinds)]), models.lora(name), {"tenant": name or ""}))
-        siblings = [params_of(temperature=1.0, seed=seed) for seed in (21, 22)]
+            jobs.append((prompt, make_params(**kinds[index % len(kinds)]), models.lora(name), {"tenant": name or ""}))
+        siblings = [make_params(temperature=1.0, seed=seed) for seed in (21, 22)]
         return [*jobs, *((prompts[3], params, models.lora(names[1]), {"group": "n"}) for params in siblings)]
 
     return work
@@ -61,7 +61,7 @@ def words(outcomes):
 
 @pytest.fixture(scope="session")
 def wanted(plain_engine, run, work):
-    """What the engine that waits says, by (adapters, whether penalties are in the batch)."""
+    """Tokens of the engine that waits, by (adapters, True if penalties are in the batch)."""
     return {
         (adapters, penalised): words(run(plain_engine, work(adapters, PLAIN + PENALISED if penalised else PLAIN)))
         for adapters in (False, True)
@@ -169,11 +169,11 @@ def test_bad_words_of_several_tokens_see_the_token_before(make_engine, run, prom
     plans = []
     launch = engine._runner.launch
     monkeypatch.setattr(engine._runner, "launch", lambda plan, before=None: plans.append(plan) or launch(plan, before))
-    run(engine, [(prompts[0], params_of(temperature=0, bad_words_token_ids=[[5, 6]]))])
+    run(engine, [(prompts[0], make_params(temperature=0, bad_words_token_ids=[[5, 6]]))])
     assert not any(row.awaits_token for plan in plans for row in plan.rows)
     for penalty in ({}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.3, "frequency_penalty": 0.2}):
         plans.clear()
-        run(engine, [(prompts[0], params_of(temperature=0, **penalty))])
+        run(engine, [(prompts[0], make_params(temperature=0, **penalty))])
         assert sum(row.awaits_token for plan in plans for row in plan.rows) == 19
 
 
@@ -195,7 +195,7 @@ def test_an_engine_shuts_down_with_a_step_in_flight(models, greedy, prompts):
     scheduler.check_integrity()
 
 
-def test_the_seconds_of_a_step_are_those_of_its_work(make_engine, greedy, prompts, monkeypatch):
+def test_step_seconds_exclude_queueing(make_engine, greedy, prompts, monkeypatch):
     """Not those since it was launched: it waited for the step before. In seconds of a clock that the work moves."""
     engine = make_engine(async_scheduling=True)
     clock, gate = Clock(), threading.Event()
@@ -255,7 +255,7 @@ class Clock:
         self.now += seconds
 
 
-def test_the_queue_follows_the_option():
+def test_device_queue_follows_async_scheduling():
     import torch
 
     assert not DeviceQueue(torch.device("cpu"), asynchronous=False).overlaps

@@ -61,7 +61,7 @@ def test_log_probabilities_of_the_whole_vocabulary(llm: LLM) -> None:
         assert sum(math.exp(entry.logprob) for entry in position.values()) == pytest.approx(1, abs=1e-4)
 
 
-def test_revisions_of_a_model_and_its_draft_in_a_hub_folder_of_ones_own(tmp_path: Path) -> None:
+def test_model_and_draft_revisions_in_a_download_dir(tmp_path: Path) -> None:
     repo = tmp_path / "models--someone--tiny"
     (repo / "snapshots").mkdir(parents=True)
     (repo / "refs").mkdir()

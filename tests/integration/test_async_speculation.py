@@ -23,7 +23,7 @@ KINDS = [
 ]
 
 
-def jobs_of(models, prompts, kinds, adapters, **values):
+def make_jobs(models, prompts, kinds, adapters, **values):
     names = [None, "a", "b", None, "a", "c"] * 2 if adapters else [None] * len(prompts)
     lengths = {"max_tokens": 24, "ignore_eos": True} | values
     return [
@@ -55,7 +55,7 @@ def test_the_text_is_that_without_drafts(
 ):
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
-    jobs = jobs_of(models, prompts, KINDS, adapters)
+    jobs = make_jobs(models, prompts, KINDS, adapters)
     outcomes = run(engine, jobs)
     assert tokens(outcomes) == plain_tokens(jobs)
     assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
@@ -72,14 +72,14 @@ def test_steps_with_penalties_overlap(models, make_engine, plain_tokens, run, pr
         {"temperature": 0.9, "seed": 9, "frequency_penalty": 0.4, "presence_penalty": -0.3},
         {"temperature": 0.0, "presence_penalty": 0.8},
     ]
-    want = plain_tokens(jobs_of(models, prompts, kinds, True))
+    want = plain_tokens(make_jobs(models, prompts, kinds, True))
     engine = make(make_engine, models, method)
     plans = watch(engine, monkeypatch)
-    outcomes = run(engine, jobs_of(models, prompts, kinds, True))
+    outcomes = run(engine, make_jobs(models, prompts, kinds, True))
     assert tokens(outcomes) == want
     late = [row for plan in plans for row in plan.rows if row.awaits_token]
     assert sum(row.num_drafts > 0 for row in late) > 20
-    in_turn = run(make(make_engine, models, method, async_scheduling=False), jobs_of(models, prompts, kinds, True))
+    in_turn = run(make(make_engine, models, method, async_scheduling=False), make_jobs(models, prompts, kinds, True))
     accepted, usual = (sum(o.speculation.num_accepted_tokens for o in every) for every in (outcomes, in_turn))
     assert accepted > 0.8 * usual > 0, "the drafter's logits are penalised alike"
 
@@ -106,16 +106,14 @@ MIXED = [
         *(("draft_model", "fair, no cache", True), ("eagle3", "chunks", True), ("medusa", "fair, no cache", True)),
     ],
 )
-def test_in_batches_that_come_and_go(
-    models, make_engine, plain_tokens, run, prompts, method, options, on_device, monkeypatch
-):
+def test_changing_batches(models, make_engine, plain_tokens, run, prompts, method, options, on_device, monkeypatch):
     """Prompts in chunks, preemption, penalties, and drafts that the host does not know either."""
     if on_device:
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
     engine = make(make_engine, models, method, **OPTIONS[options])
     plans = watch(engine, monkeypatch)
     for kinds in (KINDS, MIXED, [MIXED[index] for index in (8, 0, 6, 7, 2, 3)]):
-        jobs = jobs_of(models, prompts * 2, kinds, True)
+        jobs = make_jobs(models, prompts * 2, kinds, True)
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
         engine.check_integrity()
     late = [row for plan in plans for row in plan.rows if row.awaits_token]
@@ -137,16 +135,14 @@ def test_any_number_of_drafts_and_any_length(models, make_engine, plain_tokens, 
     engine = make(make_engine, models, method, k, max_model_len=80)
     jobs = []
     for count in (1, 2, 3, 5, 9, 60):
-        jobs += jobs_of(models, prompts[:3], KINDS[:1] + KINDS[2:3], False, max_tokens=count)
+        jobs += make_jobs(models, prompts[:3], KINDS[:1] + KINDS[2:3], False, max_tokens=count)
     want = [ids[: 80 - len(prompt)] for ids, (prompt, *_) in zip(plain_tokens(jobs), jobs, strict=True)]
     assert tokens(run(engine, jobs)) == want
     engine.check_integrity()
 
 
 @pytest.mark.parametrize(("method", "on_device"), BOTH_WAYS)
-def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
-    models, make_engine, run, prompts, method, on_device, monkeypatch
-):
+def test_unseeded_draws_match_steps_without_overlap(models, make_engine, run, prompts, method, on_device, monkeypatch):
     """Except at their ends, where a sequence gets fewer drafts while the host does not know its length. So the drafts,
     what they were drawn from, and the noise of every position are the same, and with them the distribution."""
     if on_device:
@@ -157,14 +153,16 @@ def test_unseeded_requests_draw_what_they_draw_one_step_after_the_other(
         config = models.speculative(method, 3) | {"adaptive": False}
         options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "async_scheduling": asynchronous}
         engine = make_engine(speculative_config=config, **options)
-        texts.append([text[:28] for text in tokens(run(engine, jobs_of(models, prompts, kinds, True, max_tokens=36)))])
+        texts.append(
+            [text[:28] for text in tokens(run(engine, make_jobs(models, prompts, kinds, True, max_tokens=36)))]
+        )
     assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("method", CLASSES)
 def test_aborted_requests_do_not_affect_others(models, make_engine, plain_tokens, run, prompts, method):
     engine = make(make_engine, models, method, block_size=4, num_gpu_blocks_override=72)
-    jobs = jobs_of(models, prompts, KINDS, True)
+    jobs = make_jobs(models, prompts, KINDS, True)
     want = plain_tokens(jobs)
     for index, (prompt, params, lora) in enumerate(jobs * 2):
         engine.add_request(EngineRequest(str(index), list(prompt), params, [1], lora=lora))
@@ -212,7 +210,7 @@ def test_an_error_in_a_step_in_flight_leaves_a_usable_engine(
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_rows_decided_on_the_host_wait_for_it(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
+def test_synthetic_acceptance_does_not_overlap(models, make_engine, run, prompts, greedy, adaptive, monkeypatch):
     rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.5, 0.2]}
     config = models.speculative("draft_model", 3) | {"adaptive": adaptive} | rates
     engine = make_engine(speculative_config=config, async_scheduling=True)
@@ -237,7 +235,7 @@ def note_drafts(engine):
 
 
 @pytest.mark.parametrize("method", CLASSES)
-def test_the_drafts_are_those_of_steps_one_after_the_other(models, make_engine, run, prompts, method):
+def test_drafts_match_steps_without_overlap(models, make_engine, run, prompts, method):
     """Also after prompts whose KV, and whose hidden states, such steps have left in the prefix cache."""
     found = []
     for asynchronous in (False, True):
@@ -245,7 +243,7 @@ def test_the_drafts_are_those_of_steps_one_after_the_other(models, make_engine, 
         options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "async_scheduling": asynchronous}
         engine = make_engine(speculative_config=config, block_size=4, **options)
         drafted = note_drafts(engine)
-        jobs = jobs_of(models, prompts, KINDS, True)
+        jobs = make_jobs(models, prompts, KINDS, True)
         outcomes = run(engine, jobs)
         longer = [
             (prompt + outcome.token_ids, params, lora)

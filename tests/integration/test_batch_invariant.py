@@ -177,7 +177,7 @@ DEMO_OPTIONS = {
 
 
 @pytest.mark.parametrize("name", DEMO_OPTIONS)
-def test_the_demo_says_the_same_alone_and_in_a_batch(make_demo, demo_alone, name):
+def test_demo_text_does_not_depend_on_the_batch(make_demo, demo_alone, name):
     changed = {key: dict(value) if isinstance(value, dict) else value for key, value in DEMO_OPTIONS[name].items()}
     if name.startswith("draft"):
         changed["speculative_config"]["model"] = str(demo_draft_path())

@@ -34,7 +34,7 @@ def lora(name):
     return None if name is None else LoRARequest(name, 1, str(demo_adapters()[name]))
 
 
-def prompt_of(llm, question):
+def chat_prompt(llm, question):
     messages = [{"role": "user", "content": question}]
     text = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return {"prompt_token_ids": llm.get_tokenizer().encode(text, add_special_tokens=False)}
@@ -70,8 +70,8 @@ PARAMS = [
 
 @pytest.mark.parametrize("name", [None, "sql"])
 @pytest.mark.parametrize("params", PARAMS)
-def test_sequences_are_those_of_a_search_without_a_cache(llm, reference, name, params):
-    prompts = [prompt_of(llm, question) for question in QUESTIONS]
+def test_sequences_match_a_brute_force_search(llm, reference, name, params):
+    prompts = [chat_prompt(llm, question) for question in QUESTIONS]
     ends = set(llm.llm_engine.input_processor.eos_token_ids)
     outputs = llm.beam_search(prompts, params, lora(name))
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -90,7 +90,7 @@ def test_sequences_are_those_of_a_search_without_a_cache(llm, reference, name, p
 @pytest.mark.parametrize("name", [None, "sql"])
 def test_the_best_sequence_is_that_of_transformers(llm, reference, name):
     for question in QUESTIONS:
-        ids = prompt_of(llm, question)["prompt_token_ids"]
+        ids = chat_prompt(llm, question)["prompt_token_ids"]
         found = reference[name].generate(
             input_ids=torch.tensor([ids]), num_beams=4, max_new_tokens=24, length_penalty=0.0, do_sample=False,
             return_dict_in_generate=True, output_scores=True, pad_token_id=0, early_stopping="never",
@@ -103,7 +103,7 @@ def test_the_best_sequence_is_that_of_transformers(llm, reference, name):
 
 
 def test_beams_share_blocks_and_stop_early(llm):
-    [prompt], params = [prompt_of(llm, "Anna from Lisbon ordered 3 green lamps " * 6)], BeamSearchParams(4, 100)
+    [prompt], params = [chat_prompt(llm, "Anna from Lisbon ordered 3 green lamps " * 6)], BeamSearchParams(4, 100)
     before, generated = llm.stats(), count(llm)
     [output] = llm.beam_search(prompt, params, lora("sql"))
     steps, after = count(llm) - generated, llm.stats()

@@ -112,7 +112,7 @@ def bigrams(head: BlockHead, model) -> None:
 
 
 @pytest.mark.parametrize("k", [2, 5])
-def test_a_head_that_knows_the_next_token_is_always_right(models, target, make_engine, prompts, tmp_path, k):
+def test_all_drafts_of_a_perfect_head_are_accepted(models, target, make_engine, prompts, tmp_path, k):
     model = copy.deepcopy(target.model)
     head = BlockHead(ReferenceTarget(model), "dspark", aux=(0, 1), block_size=5, own_head=True)
     head.rank = 48
@@ -122,12 +122,9 @@ def test_a_head_that_knows_the_next_token_is_always_right(models, target, make_e
     jobs = [(prompt, params) for prompt in prompts for params in (GREEDY, SEEDED)]
     expected = serve(make_engine(model=str(tmp_path / "target")), jobs)
     engine = make_engine(model=str(tmp_path / "target"), speculative_config=config)
-    survivals = []
-    assert serve(engine, jobs, lambda request: survivals.append(request.drafts.survival)) == expected
+    assert serve(engine, jobs) == expected
     drafted, accepted = counts(engine)
     assert drafted == accepted > 0
-    assert all(float(s[-1]) > 0.99 for s in survivals if s is not None)
-    assert any(s is not None for s in survivals)
 
 
 def lora_for(head: BlockHead, rank: int, seed: int) -> tuple[dict, BlockHead]:

@@ -162,7 +162,7 @@ def test_labels_that_the_model_does_not_name_are_numbered(tmp_path):
     assert {best for _, best in found} == {0, 1}
 
 
-def test_score_matrices_change_places(classifier, tmp_path):
+def test_reloaded_score_matrices_replace_each_other(classifier, tmp_path):
     other = shutil.copytree(classifier.scored, tmp_path / "other")
     weights = load_file(other / "adapter_model.safetensors")
 

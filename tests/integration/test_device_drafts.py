@@ -10,13 +10,13 @@ from outrider import SamplingParams
 from outrider.kernels import penalties
 from outrider.kernels.device_outcome import OnDevice
 from outrider.platform.engine.runner.model_runner import ModelRunner
-from outrider.spec_decode.control import adapters as adapter_trials
-from outrider.spec_decode.control import factory
+from outrider.spec_decode.control import adapters as adapter_states
+from outrider.spec_decode.control import factory, trials
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters import ngram_device
 from outrider.spec_decode.verify import draft_sampling as drawing
 
-METHODS = ["draft_model", "eagle3", "medusa", "ngram", "dflash", "dspark"]
+METHODS = ["draft_model", "eagle3", "medusa", "ngram", "dflash", "dspark", "uno"]
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "min_tokens": 5},
@@ -69,7 +69,7 @@ def drafts(monkeypatch):
     return Drafts(monkeypatch)
 
 
-def jobs_of(models, prompts, kinds, adapters):
+def make_jobs(models, prompts, kinds, adapters):
     names = [None, "a", "b", None, "a", "c"] if adapters else [None] * len(prompts)
     return [
         (prompt, SamplingParams(max_tokens=24, ignore_eos=True, **kinds[index % len(kinds)]), models.lora(name))
@@ -92,14 +92,14 @@ def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run,
     engine = make(make_engine, models, method, async_scheduling=asynchronous, max_num_batched_tokens=40)
     drafts.watch(engine)
     for adapters in (False, True):
-        jobs = jobs_of(models, prompts, KINDS, adapters)
+        jobs = make_jobs(models, prompts, KINDS, adapters)
         outcomes = run(engine, jobs)
         assert tokens(outcomes) == plain_tokens(jobs)
         assert sum(outcome.speculation.num_accepted_tokens for outcome in outcomes) > 0
     # Prompt lookup drafts on the host if it has a step's results in time.
     assert (drafts.num_sources > 0) == (asynchronous or method != "ngram")
     assert drafts.read_while_drafting == 0
-    jobs = jobs_of(models, prompts, KINDS + READING, True)
+    jobs = make_jobs(models, prompts, KINDS + READING, True)
     assert tokens(run(engine, jobs)) == plain_tokens(jobs)
     assert (drafts.read_while_drafting > 0) == (method != "ngram"), "bad words are looked up by the host"
 
@@ -127,7 +127,7 @@ def test_prompt_lookup_and_the_next_launch(
     monkeypatch.setattr(ModelRunner, "launch", launched)
     monkeypatch.setattr(ModelRunner, "collect", collected)
     engine = make(make_engine, models, "ngram", async_scheduling=True)
-    jobs = jobs_of(models, prompts, KINDS, True)
+    jobs = make_jobs(models, prompts, KINDS, True)
     ahead.clear()
     assert tokens(run(engine, jobs)) == plain_tokens(jobs)
     assert any(ahead) == on_device
@@ -138,7 +138,7 @@ def test_prompt_lookup_and_the_next_launch(
 def test_penalties_are_counted_on_the_device(models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch):
     """With the kernel of GPUs, one step after the other: of drafts, for the target's logits and the drafter's."""
     pytest.importorskip("triton")
-    jobs = jobs_of(models, prompts[3:], PENALISED, False)
+    jobs = make_jobs(models, prompts[3:], PENALISED, False)
     want = plain_tokens(jobs)
     monkeypatch.setattr(penalties, "use_triton", lambda logits: True)
     engine = make(make_engine, models, "medusa")
@@ -158,7 +158,7 @@ def test_rejection_sampling_gets_the_same_drafts(models, make_engine, run, promp
     for late in (False, True):
         if late:
             Drafts(monkeypatch)
-        texts.append(tokens(run(make(make_engine, models, method), jobs_of(models, prompts, kinds, True))))
+        texts.append(tokens(run(make(make_engine, models, method), make_jobs(models, prompts, kinds, True))))
     assert texts[0] == texts[1]
 
 
@@ -180,7 +180,7 @@ def run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts):
     config = models.speculative("draft_model", 3) | {"adaptive": True}
     engine = make_engine(speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8)
     drafts.watch(engine)
-    jobs = jobs_of(models, prompts, KINDS, True)
+    jobs = make_jobs(models, prompts, KINDS, True)
     for _ in range(3):
         assert tokens(run(engine, jobs)) == plain_tokens(jobs)
     return sum(entry.counts.num_draft_tokens for entry in engine.stats().speculation)
@@ -188,8 +188,8 @@ def run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts):
 
 def test_under_the_policy(models, make_engine, plain_tokens, run, prompts, drafts, monkeypatch):
     """A drafter is tried at once, whatever it costs."""
-    monkeypatch.setattr(adapter_trials, "FIRST_TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(adapter_trials, "TRIAL_SHARE", math.inf)
+    monkeypatch.setattr(adapter_states, "FIRST_TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr(trials, "TRIAL_SHARE", math.inf)
     assert run_adaptive(models, make_engine, plain_tokens, run, prompts, drafts) > 0
     assert drafts.num_sources > 0
 

@@ -51,7 +51,7 @@ def drafted(bare, tmp_path_factory):
 
 
 @pytest.fixture
-def engine_of(models, make_engine):
+def start_engine(models, make_engine):
     def make(method="draft_model", k=3, **options):
         return make_engine(**LORA | options, speculative_config=models.speculative(method, k))
 
@@ -70,23 +70,23 @@ def rounds(outcomes):
     return sum(c.num_accepted_tokens for c in counts) / verifications, verifications
 
 
-def request_of(name, folder):
+def lora_request(name, folder):
     return LoRARequest(name, path=str(folder))
 
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7, "seed": 5}], ids=["greedy", "seeded"])
-def test_same_text_and_more_drafts_accepted(bare, engine_of, plain_engine, run, prompts, drafted, params, k):
+def test_same_text_and_more_drafts_accepted(bare, start_engine, plain_engine, run, prompts, drafted, params, k):
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, **params)
 
     def jobs(folders):
         names = [None, "a", "b", "c"] * len(prompts)
         prompt = [prompts[i // 4] for i in range(len(names))]
-        return [(p, sampling, request_of(n, folders[n]) if n else None) for p, n in zip(prompt, names, strict=True)]
+        return [(p, sampling, lora_request(n, folders[n]) if n else None) for p, n in zip(prompt, names, strict=True)]
 
     texts, accepted = {}, {}
     for kind, folders in {"with": drafted, "without": bare}.items():
-        outcomes = run(engine_of(k=k), jobs(folders))
+        outcomes = run(start_engine(k=k), jobs(folders))
         texts[kind] = [o.token_ids for o in outcomes]
         accepted[kind] = {name: rounds(outcomes[i::4])[0] for i, name in enumerate(("", "a", "b", "c"))}
     plain = [o.token_ids for o in run(plain_engine, jobs(bare))]
@@ -96,15 +96,15 @@ def test_same_text_and_more_drafts_accepted(bare, engine_of, plain_engine, run, 
     assert accepted["with"][""] == accepted["without"][""]
 
 
-def test_some_adapters_with_and_some_without(bare, engine_of, plain_engine, run, prompts, greedy, drafted):
+def test_some_adapters_with_and_some_without(bare, start_engine, plain_engine, run, prompts, greedy, drafted):
     """In one batch each request is drafted for by its own weights, or by the plain draft model."""
-    engine = engine_of()
+    engine = start_engine()
     folders = {"a": drafted["a"], "b": bare["b"], "c": drafted["c"]}
-    jobs = [(p, greedy, request_of(n, folders[n])) for p in prompts for n in folders]
+    jobs = [(p, greedy, lora_request(n, folders[n])) for p in prompts for n in folders]
     mixed = run(engine, jobs)
     assert [o.token_ids for o in mixed] == [o.token_ids for o in run(plain_engine, jobs)]
     for index, (name, folder) in enumerate(folders.items()):
-        alone = run(engine_of(), [(p, greedy, request_of(name, folder)) for p in prompts])
+        alone = run(start_engine(), [(p, greedy, lora_request(name, folder)) for p in prompts])
         assert rounds(mixed[index::3]) == rounds(alone), name
     assert {info.name: info.draft for info in engine.adapters.list()} == {"a": "loaded", "b": "", "c": "loaded"}
 
@@ -119,7 +119,7 @@ def test_a_draft_pass_equals_peft_on_the_draft_model(models, drafted, bare):
     manager = AdapterManager(target.linears(), config, torch.float32, "cpu", hooks)
     requests, lengths = [], [9, 70, 4, 33, 1]
     for index, folder in enumerate((None, drafted["a"], bare["b"], drafted["c"], drafted["a"])):
-        lora = request_of(f"{folder}", folder) if folder else None
+        lora = lora_request(f"{folder}", folder) if folder else None
         requests.append(Request(str(index), [3], 1, SamplingParams(), seed_key=0, lora=lora, order=(0, index)))
         manager.resolve(requests[-1])
         while manager.admit(requests[-1]) is not None:
@@ -146,41 +146,41 @@ def test_a_draft_pass_equals_peft_on_the_draft_model(models, drafted, bare):
     manager.close()
 
 
-def test_only_the_draft_weights_changed_is_a_new_version(engine_of, run, prompts, greedy, drafted, tmp_path):
+def test_only_the_draft_weights_changed_is_a_new_version(start_engine, run, prompts, greedy, drafted, tmp_path):
     """Draft KV lies in the shared blocks, so new draft weights must not find the old ones' blocks."""
     folder = tmp_path / "x"
     shutil.copytree(drafted["a"], folder)
-    engine = engine_of()
-    old = engine.adapters.load(request_of("x", folder))
-    (first,) = run(engine, [(prompts[1], greedy, request_of("x", folder))])
+    engine = start_engine()
+    old = engine.adapters.load(lora_request("x", folder))
+    (first,) = run(engine, [(prompts[1], greedy, lora_request("x", folder))])
     change(folder / "draft", lambda tensors: {k: -v if "lora_B" in k else v for k, v in tensors.items()})
-    new = engine.adapters.load(request_of("x", folder), load_inplace=True)
+    new = engine.adapters.load(lora_request("x", folder), load_inplace=True)
     assert new.digest != old.digest
-    (second,) = run(engine, [(prompts[1], greedy, request_of("x", folder))])
+    (second,) = run(engine, [(prompts[1], greedy, lora_request("x", folder))])
     assert second.token_ids == first.token_ids
     assert second.num_cached_tokens == 0
     assert rounds([second])[0] < rounds([first])[0]  # they draft for another text
     # Without a drafter that reads them, they are no part of the content.
-    plain = engine_of("ngram")
-    digest = plain.adapters.load(request_of("x", folder)).digest
+    plain = start_engine("ngram")
+    digest = plain.adapters.load(lora_request("x", folder)).digest
     change(folder / "draft", lambda tensors: {key: 2 * value for key, value in tensors.items()})
-    assert plain.adapters.load(request_of("x", folder), load_inplace=True).digest == digest
+    assert plain.adapters.load(lora_request("x", folder), load_inplace=True).digest == digest
 
 
-def test_eviction_and_reload_bring_the_draft_weights_back(engine_of, run, prompts, greedy, drafted):
-    crowded, roomy = engine_of(max_loras=1, max_cpu_loras=1), engine_of()
+def test_eviction_and_reload_bring_the_draft_weights_back(start_engine, run, prompts, greedy, drafted):
+    crowded, roomy = start_engine(max_loras=1, max_cpu_loras=1), start_engine()
     for name in "abcabc":
-        jobs = [(prompts[2], greedy, request_of(name, drafted[name]))]
+        jobs = [(prompts[2], greedy, lora_request(name, drafted[name]))]
         assert rounds(run(crowded, jobs)) == rounds(run(roomy, jobs))
     assert sorted(info.level for info in crowded.adapters.list()) == ["device", "disk", "disk"]
 
 
-def test_rows_hold_the_larger_of_both_ranks(engine_of, drafted, bare, tmp_path):
+def test_rows_hold_the_larger_of_both_ranks(start_engine, drafted, bare, tmp_path):
     folder = tmp_path / "x"
     shutil.copytree(bare["a"], folder)  # rank 4
     shutil.copytree(bare["b"], folder / "draft")  # rank 8
-    assert engine_of().adapters.load(request_of("x", folder)).rows == 8
-    assert engine_of("ngram").adapters.load(request_of("x", folder)).rows == 4
+    assert start_engine().adapters.load(lora_request("x", folder)).rows == 8
+    assert start_engine("ngram").adapters.load(lora_request("x", folder)).rows == 4
 
 
 def _config(**values):
@@ -207,21 +207,21 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_draft_weights(engine_of, plain_engine, bare, run, prompts, greedy, drafted, tmp_path, caplog, case):
+def test_broken_draft_weights(start_engine, plain_engine, bare, run, prompts, greedy, drafted, tmp_path, caplog, case):
     """The folder's own ones: the adapter is served without. Named ones: it is refused."""
     damage, reason = BROKEN[case]
     folder = tmp_path / "x"
     shutil.copytree(drafted["a"], folder)
     damage(folder / "draft")
-    engine = engine_of(max_loras=1, max_cpu_loras=1)
+    engine = start_engine(max_loras=1, max_cpu_loras=1)
     with caplog.at_level(logging.WARNING):
-        info = engine.adapters.load(request_of("x", folder))
+        info = engine.adapters.load(lora_request("x", folder))
         for name, path in (("x", folder), ("b", drafted["b"]), ("x", folder)):  # read again
-            (outcome,) = run(engine, [(prompts[1], greedy, request_of(name, path))])
+            (outcome,) = run(engine, [(prompts[1], greedy, lora_request(name, path))])
     assert reason in info.draft
     assert engine.adapters.list()[0].draft == info.draft
     assert [reason in record.getMessage() for record in caplog.records] == [True]
-    (expected,) = run(plain_engine, [(prompts[1], greedy, request_of("a", bare["a"]))])
+    (expected,) = run(plain_engine, [(prompts[1], greedy, lora_request("a", bare["a"]))])
     assert outcome.token_ids == expected.token_ids
     with pytest.raises(AdapterError, match="draft_path") as error:
         engine.adapters.load(LoRARequest("y", path=bare["a"], draft_path=str(folder / "draft")))
@@ -229,15 +229,15 @@ def test_broken_draft_weights(engine_of, plain_engine, bare, run, prompts, greed
     assert [info.name for info in engine.adapters.list()] == ["x", "b"]
 
 
-def test_draft_path(engine_of, bare, run, prompts, greedy, drafted):
+def test_draft_path(start_engine, bare, run, prompts, greedy, drafted):
     """Draft weights from elsewhere; a request that names none means those registered, one that does names others."""
-    engine, own = engine_of(), engine_of()
+    engine, own = start_engine(), start_engine()
     named = LoRARequest("a", path=bare["a"], draft_path=str(drafted["a"] / "draft"))
     info = engine.adapters.load(named)
     assert info.draft == "loaded"
-    assert info.digest == own.adapters.load(request_of("a", drafted["a"])).digest
-    got = run(engine, [(prompts[2], greedy, request_of("a", bare["a"]))])
-    assert rounds(got) == rounds(run(own, [(prompts[2], greedy, request_of("a", drafted["a"]))]))
+    assert info.digest == own.adapters.load(lora_request("a", drafted["a"])).digest
+    got = run(engine, [(prompts[2], greedy, lora_request("a", bare["a"]))])
+    assert rounds(got) == rounds(run(own, [(prompts[2], greedy, lora_request("a", drafted["a"]))]))
     other = LoRARequest("a", path=bare["a"], draft_path=str(drafted["c"] / "draft"))
     run(engine, [(prompts[2], greedy, other)])
     assert engine.adapters.list()[0].digest != info.digest
@@ -247,13 +247,15 @@ def test_draft_path(engine_of, bare, run, prompts, greedy, drafted):
     assert error.value.param == "draft_path"
     with pytest.raises(AdapterError, match=r"draft_path.*nowhere"):
         run(engine, [(prompts[2], greedy, nowhere)])
-    assert engine_of("ngram").adapters.load(nowhere).draft == ""  # nothing there would read them
+    assert start_engine("ngram").adapters.load(nowhere).draft == ""  # nothing there would read them
 
 
-def test_a_wrong_draft_path_of_one_request_does_not_affect_others(engine_of, run, prompts, greedy, drafted, tmp_path):
+def test_a_wrong_draft_path_of_one_request_does_not_affect_others(
+    start_engine, run, prompts, greedy, drafted, tmp_path
+):
     """Nor does one whose files turn out to be broken: the adapter stays, with its pin and its place on the device."""
-    engine = engine_of()
-    good = request_of("a", drafted["a"])
+    engine = start_engine()
+    good = lora_request("a", drafted["a"])
     engine.adapters.load(good, pinned=True)
     run(engine, [(prompts[1], greedy, good)])
     before = engine.adapters.list()
@@ -270,28 +272,30 @@ def test_a_wrong_draft_path_of_one_request_does_not_affect_others(engine_of, run
     assert (before[0].pinned, before[0].level, before[0].draft) == (True, "device", "loaded")
 
 
-def test_every_run_of_an_engine_has_its_own_id(engine_of):
-    one, other = engine_of("ngram"), engine_of("ngram")
+def test_every_run_of_an_engine_has_its_own_id(start_engine):
+    one, other = start_engine("ngram"), start_engine("ngram")
     assert one.stats().run_id == one.stats().run_id != other.stats().run_id != ""
 
 
-def test_a_folder_for_each_method(engine_of, bare, drafted, tmp_path):
+def test_a_folder_for_each_method(start_engine, bare, drafted, tmp_path):
     folder = tmp_path / "x"
     shutil.copytree(bare["a"], folder)
     for method in ("eagle3", "draft_model"):
         shutil.copytree(drafted["a"] / "draft", folder / "draft" / method)
     change(folder / "draft" / "eagle3", lambda t: {"base_model.model.fc.lora_A.weight": torch.ones(4, 2)})
-    assert engine_of().adapters.load(request_of("x", folder)).draft == "loaded"
+    assert start_engine().adapters.load(lora_request("x", folder)).draft == "loaded"
     shutil.rmtree(folder / "draft" / "draft_model")
-    assert engine_of().adapters.load(request_of("x", folder)).draft == ""  # for another drafter only: nothing is wrong
+    assert (
+        start_engine().adapters.load(lora_request("x", folder)).draft == ""
+    )  # for another drafter only: nothing is wrong
 
 
-def test_drafter_forgets_unreferenced_adapter_content(engine_of, models, prompts, greedy, monkeypatch, tmp_path):
+def test_drafter_forgets_unreferenced_adapter_content(start_engine, models, prompts, greedy, monkeypatch, tmp_path):
     from outrider.spec_decode.drafters.ngram import NgramDrafter
 
     forgotten = []
     monkeypatch.setattr(NgramDrafter, "forget_adapter", lambda self, digest: forgotten.append(digest))
-    engine = engine_of("ngram")
+    engine = start_engine("ngram")
     digest = bytes.fromhex(engine.adapters.load(models.lora("a")).digest)
     engine.adapters.load(LoRARequest("twin", path=models.adapters["a"]))
     engine.add_request(EngineRequest("r", list(prompts[1]), greedy, [1], lora=models.lora("a")))
@@ -305,7 +309,7 @@ def test_drafter_forgets_unreferenced_adapter_content(engine_of, models, prompts
 
 
 @pytest.mark.parametrize("name", ["json", "sql", "support"])
-def test_what_the_demo_adapters_draft_weights_are_worth(name, make_engine, run, tmp_path):
+def test_demo_draft_weights_raise_acceptance(name, make_engine, run, tmp_path):
     from outrider.models.demo import demo_adapters, demo_model_path
     from outrider.tools.demo_model.evaluation import held_out
     from outrider.tools.demo_model.mixture import adapter_document
@@ -375,12 +379,12 @@ def test_draft_weights_for_an_eagle3_head(
         found = note_drafts(engine)
         return engine, found, [o.token_ids for o in run(engine, jobs(requests))]
 
-    engine, adapted, texts = drafts(head, request_of("x", folder), request_of("unfit", drafted["b"]), None)
+    engine, adapted, texts = drafts(head, lora_request("x", folder), lora_request("unfit", drafted["b"]), None)
     x, unfit = engine.adapters.list()
     assert x.draft == "loaded"
     assert "no linear module" in unfit.draft
-    _, without, _ = drafts(head, request_of("x", bare["a"]), request_of("unfit", bare["b"]), None)
-    _, of_x, _ = drafts(merged, request_of("x", bare["a"]))
+    _, without, _ = drafts(head, lora_request("x", bare["a"]), lora_request("unfit", bare["b"]), None)
+    _, of_x, _ = drafts(merged, lora_request("x", bare["a"]))
     seeds = {seed for seed, _ in of_x}
     assert adapted == of_x | {key: ids for key, ids in without.items() if key[0] not in seeds}
     assert adapted != without

@@ -114,7 +114,7 @@ def learn(head: Head, prompts: list[list[int]], texts: list[list[int]]) -> None:
         tensor.requires_grad_(False)
 
 
-def test_overlapped_steps_draft_what_others_draft(head, make_engine, plain_tokens, prompts, tmp_path):
+def test_overlapped_steps_accept_as_many_drafts(head, make_engine, plain_tokens, prompts, tmp_path):
     """After rejected drafts of which only the device knows: of a head that is right sometimes, as many drafts are
     accepted as without overlap."""
     jobs, accepted = [(prompt, GREEDY) for prompt in prompts], []

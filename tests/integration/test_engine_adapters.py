@@ -93,7 +93,7 @@ def test_names_are_taken_until_unloaded(models, make_engine):
     engine.adapters.load(models.lora("a"))
 
 
-def test_a_reload_is_never_confused_with_what_it_replaced(models, make_engine, run, prompts, greedy, alone):
+def test_a_reload_shares_no_kv_with_the_old_version(models, make_engine, run, prompts, greedy, alone):
     """Same name, other content: running requests finish on the old version, and no stale KV is found by the new one."""
     engine = make_engine(**LORA, max_loras=3)
     engine.adapters.load(LoRARequest("x", path=models.adapters["a"]))
@@ -227,7 +227,7 @@ def test_same_prompt_with_another_adapter_shares_no_blocks(models, make_engine, 
     assert outcome.num_cached_tokens == 16
 
 
-def test_reads_compute_without_helpers(models, make_engine, monkeypatch):
+def test_adapter_reads_use_one_thread(models, make_engine, monkeypatch):
     """They are loader threads'; for the engine's own thread nothing changes."""
     alone = []
     monkeypatch.setattr("outrider.lora.tiers.loader_threads.compute_alone", lambda: alone.append(current_thread().name))
@@ -342,7 +342,7 @@ def _numbers(outcome):
 
 @pytest.fixture(scope="module")
 def rows(plain_engine, run, prompts, wide):
-    """Jobs of every adapter, and what an engine without drafts says to them."""
+    """Jobs of every adapter, and the outputs of an engine without drafts."""
     options = {"max_tokens": 20, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2}
     sampling = [SamplingParams(temperature=0, **options), SamplingParams(temperature=0.8, seed=11, **options)]
     jobs = list(product((prompts[2], prompts[4]), sampling, wide.values()))

@@ -73,7 +73,7 @@ def test_fewer_slots_than_mixes(models, make_engine, run, prompts, greedy, merge
     assert [outcome.token_ids for outcome in outcomes] == [merged_texts[name] for name in names]
 
 
-def test_prefixes_belong_to_the_mix(models, make_engine, run, prompts, greedy, merged_texts):
+def test_cached_prefixes_are_keyed_by_mix(models, make_engine, run, prompts, greedy, merged_texts):
     engine = make_engine(**LORA, max_loras=7)
     for round_ in range(2):
         for name in WEIGHTS:
@@ -166,7 +166,7 @@ def test_without_lora_a_mix_is_refused(models, make_engine, greedy):
         make_engine().add_request(EngineRequest("x", [3], greedy, lora=mixed(models, "mostly a")))
 
 
-def test_offline_spellings(models, prompts, greedy, merged_texts, monkeypatch):
+def test_mixes_named_through_llm(models, prompts, greedy, merged_texts, monkeypatch):
     """Through `LLM`, whose model has no tokenizer here."""
     from outrider.platform.client import llm_engine as llm_module
 

@@ -25,7 +25,7 @@ def test_greedy_text_equals_transformers_and_peft_in_a_mixed_batch(models, make_
     engine = make_engine(enable_lora=True, max_loras=3, max_lora_rank=8, max_num_batched_tokens=20)
     outcomes = run(engine, [(p, greedy, models.lora(n)) for p, n in zip(prompts, NAMES, strict=True)])
     for prompt, name, outcome in zip(prompts, NAMES, outcomes, strict=True):
-        # transformers bans the end token while min_new_tokens is not reached; ours may say it
+        # transformers bans the end token while min_new_tokens is not reached; ours may generate it
         want = transformers_greedy(models.reference(name), prompt, 24)
         first_end = outcome.token_ids.index(1) if 1 in outcome.token_ids else 24
         assert outcome.token_ids[:first_end] == want[:first_end]
@@ -93,7 +93,7 @@ def test_stop_token_ids_end_the_text_and_are_named(make_engine, run, prompts, gr
     assert (outcome.finish_reason, outcome.stop_reason) == ("stop", stop)
 
 
-def test_min_tokens_keeps_the_end_away(make_engine, run, prompts):
+def test_min_tokens_suppresses_the_end_token(make_engine, run, prompts):
     engine = make_engine()
     params = SamplingParams(temperature=0, logit_bias={1: 100}, max_tokens=8)
     assert run(engine, [(prompts[0], params)])[0].token_ids == [1]
@@ -157,7 +157,7 @@ def test_bad_requests_are_refused_and_nothing_else_stops(make_engine, run, promp
     assert len(run(engine, [(prompts[0], greedy)])[0].token_ids) == 24
 
 
-def test_the_garbage_collector_pauses_within_a_step_alone(make_engine, run, prompts, greedy, monkeypatch):
+def test_garbage_collection_is_paused_only_within_a_step(make_engine, run, prompts, greedy, monkeypatch):
     engine, schedule, was_on = make_engine(), Scheduler.schedule, []
 
     def noted(scheduler):

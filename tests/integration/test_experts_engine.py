@@ -44,8 +44,8 @@ def test_two_ranks_write_the_text_of_one(make_engine, run, tmp_path, monkeypatch
     ranks_as_threads(monkeypatch)
     served = Served(tmp_path, FAMILIES[family])
     options = {"max_num_seqs": 4, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-    one = engine_of(make_engine, served, max_num_seqs=4)
-    two = engine_of(make_engine, served, tensor_parallel_size=2, **options)
+    one = start_engine(make_engine, served, max_num_seqs=4)
+    two = start_engine(make_engine, served, tensor_parallel_size=2, **options)
     texts = [[outcome.token_ids for outcome in run(engine, served.jobs)] for engine in (one, two)]
     assert texts[0] == texts[1]
     assert texts[0][::2] != texts[0][1::2], "the adapter changes texts"
@@ -60,7 +60,7 @@ def served(request, tmp_path_factory) -> Served:
     return Served(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
 
 
-def engine_of(make_engine, served: Served, **options):
+def start_engine(make_engine, served: Served, **options):
     values = {"model": served.folder, "max_model_len": 96, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     return make_engine(**(values | options))
 
@@ -69,8 +69,8 @@ def said(outcomes):
     return [(outcome.token_ids, outcome.logprobs) for outcome in outcomes]
 
 
-def test_only_tokens_with_an_adapter_have_products_of_their_own(make_engine, run, served, monkeypatch):
-    engine, counts = engine_of(make_engine, served), set()
+def test_only_adapter_tokens_run_extra_expert_products(make_engine, run, served, monkeypatch):
+    engine, counts = start_engine(make_engine, served), set()
 
     def counted(x, *args, **kwargs):
         counts.add(len(x))
@@ -86,7 +86,7 @@ def test_only_tokens_with_an_adapter_have_products_of_their_own(make_engine, run
 @pytest.mark.parametrize("speculation", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 def test_batch_invariance(make_engine, run, served, speculation, dtype):
     options = {"dtype": dtype, "batch_invariant": True, "max_num_batched_tokens": 40}
-    engine = engine_of(make_engine, served, speculative_config=speculation, **options)
+    engine = start_engine(make_engine, served, speculative_config=speculation, **options)
     alone = [said(run(engine, [job]))[0] for job in served.jobs]
     assert said(run(engine, served.jobs[::-1]))[::-1] == alone
 
@@ -96,7 +96,7 @@ def test_a_head_that_reads_hidden_states_of_layers_changes_no_text(make_engine, 
     config |= {"num_attention_heads": 4, "intermediate_size": 64, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     jobs, options = served.jobs[::2], {"enable_lora": False, "load_format": "dummy", "max_num_seqs": 4}
-    plain = run(engine_of(make_engine, served, **options), jobs)
+    plain = run(start_engine(make_engine, served, **options), jobs)
     speculation = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 2}
-    drafted = run(engine_of(make_engine, served, speculative_config=speculation, **options), jobs)
+    drafted = run(start_engine(make_engine, served, speculative_config=speculation, **options), jobs)
     assert [outcome.token_ids for outcome in drafted] == [outcome.token_ids for outcome in plain]

@@ -105,14 +105,14 @@ def served(request, tmp_path_factory) -> Served:
     return Served(tmp_path_factory.mktemp(request.param), (FAMILIES | UNKNOWN)[request.param])
 
 
-def engine_of(make_engine, served: Served, **options):
+def start_engine(make_engine, served: Served, **options):
     values = {"model": served.folder, "max_model_len": 96, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     return make_engine(**(values | options))
 
 
 def test_drafts_chunks_and_prefixes(make_engine, run, served):
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
-    engine = engine_of(make_engine, served, speculative_config=speculation, max_num_batched_tokens=64)
+    engine = start_engine(make_engine, served, speculative_config=speculation, max_num_batched_tokens=64)
     first = run(engine, served.jobs)
     errors = served.check(first)
     again = run(engine, served.jobs)
@@ -124,7 +124,7 @@ def test_drafts_chunks_and_prefixes(make_engine, run, served):
 
 def check_chunks(make_engine, run, served: Served) -> None:
     """A step computes 16 tokens, so that prompts take several steps, together with others' decodes."""
-    engine = engine_of(make_engine, served, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=False)
+    engine = start_engine(make_engine, served, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=False)
     served.check(run(engine, served.jobs))
     assert max(len(prompt) for prompt, *_ in served.jobs) > 48
 
@@ -137,7 +137,7 @@ def test_chunks(make_engine, run, served):
 def test_preemption(make_engine, run, served):
     few = {"block_size": 16, "num_gpu_blocks_override": 14, "enable_prefix_caching": False}
     for options in ({}, {"swap_space": 0.01, "preemption_mode": "swap"}):
-        engine = engine_of(make_engine, served, **few, **options)
+        engine = start_engine(make_engine, served, **few, **options)
         served.check(run(engine, served.jobs))
         assert engine.stats().num_preemptions > 0
         assert (engine.stats().kv_host_hits > 0) == bool(options and engine.model.kv_layers)
@@ -150,10 +150,10 @@ def test_quantised_weights(make_engine, run, served):
     # If the adapter's file has a copy of the table, that copy is not rounded.
     jobs = served.jobs[::2] if served.saves_embeddings else served.jobs
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
-    drafted = run(engine_of(make_engine, served, quantization="int8", speculative_config=speculation), jobs)
+    drafted = run(start_engine(make_engine, served, quantization="int8", speculative_config=speculation), jobs)
     with served.rounded():
         served.check(drafted, jobs)
-    plain = run(engine_of(make_engine, served, quantization="int8"), jobs)
+    plain = run(start_engine(make_engine, served, quantization="int8"), jobs)
     assert [outcome.token_ids for outcome in plain] == [outcome.token_ids for outcome in drafted]
     record(served.architecture, "native", ["quantised"])
 
@@ -169,7 +169,7 @@ def test_heads_share_scaled_embeddings_and_capped_logits(make_engine, run, metho
     (tmp_path / "config.json").write_text(json.dumps(config))
     served.jobs = served.jobs[::2]
     options = {"enable_lora": False, "load_format": "dummy", "max_num_seqs": 4}
-    plain = run(engine_of(make_engine, served, **options), served.jobs)
+    plain = run(start_engine(make_engine, served, **options), served.jobs)
     speculation = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
-    drafted = run(engine_of(make_engine, served, speculative_config=speculation, **options), served.jobs)
+    drafted = run(start_engine(make_engine, served, speculative_config=speculation, **options), served.jobs)
     assert [outcome.token_ids for outcome in drafted] == [outcome.token_ids for outcome in plain]

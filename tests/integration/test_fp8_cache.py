@@ -47,7 +47,7 @@ def test_text_is_the_same_with_speculation_adapters_and_chunks(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_logits_are_nearly_those_of_a_whole_cache(models, make_engine, run, prompts, dtype):
+def test_logits_are_close_to_an_unrounded_cache(models, make_engine, run, prompts, dtype):
     """The log-probabilities of the prompts' tokens: rounded keys and values shift them a little, and not by nothing."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     found = []

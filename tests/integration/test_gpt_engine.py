@@ -62,7 +62,7 @@ def family(request, tmp_path_factory) -> Family:
     return Family(tmp_path_factory.mktemp(request.param), *FAMILIES[request.param])
 
 
-def engine_of(make_engine, family: Family, **options):
+def start_engine(make_engine, family: Family, **options):
     values = {"model": family.folder, "max_model_len": CONTEXT, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     return make_engine(**(values | options))
 
@@ -72,7 +72,7 @@ def test_texts(make_engine, run, family, method):
     config = {"method": method, "num_speculative_tokens": 4}
     if method == "draft_model":
         config["model"] = family.folder
-    engine = engine_of(make_engine, family, speculative_config=config, max_num_batched_tokens=64)
+    engine = start_engine(make_engine, family, speculative_config=config, max_num_batched_tokens=64)
     assert [outcome.token_ids for outcome in run(engine, family.jobs)] == family.wanted
 
 
@@ -86,11 +86,11 @@ def test_heads(make_engine, run, family, method, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = {"enable_lora": False, "load_format": "dummy", "max_num_seqs": 4}
     jobs = [(prompt, GREEDY) for prompt in family.prompts]
-    plain = run(engine_of(make_engine, family, **options), jobs)
+    plain = run(start_engine(make_engine, family, **options), jobs)
     speculative = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 2}
     if family.is_projected and method != "medusa":
         with pytest.raises(InvalidRequestError, match="different sizes"):
-            engine_of(make_engine, family, speculative_config=speculative, **options)
+            start_engine(make_engine, family, speculative_config=speculative, **options)
         return
-    drafted = run(engine_of(make_engine, family, speculative_config=speculative, **options), jobs)
+    drafted = run(start_engine(make_engine, family, speculative_config=speculative, **options), jobs)
     assert [outcome.token_ids for outcome in drafted] == [outcome.token_ids for outcome in plain]

@@ -76,7 +76,7 @@ def test_token_lists_are_not_shared_between_requests(plain_engine, run, field):
     assert [got.token_ids for got in run(plain_engine, jobs)] == [[101] * 2, [102] * 2, [102] * 2, [101] * 2]
 
 
-def test_min_tokens_holds_off_each_requests_own_stop_tokens(plain_engine, run):
+def test_min_tokens_suppresses_stop_token_ids(plain_engine, run):
     fields = {"max_tokens": 4, "temperature": 0, "min_tokens": 2, "logit_bias": {101: 100.0, 102: 60.0}}
     jobs = [([5, 9], SamplingParams(stop_token_ids=[stop], **fields)) for stop in (101, 102)]
     found = [(got.token_ids, got.finish_reason) for got in run(plain_engine, jobs)]
@@ -218,7 +218,7 @@ def test_a_prompt_of_the_whole_context_is_scored(models, make_engine, run, metho
         ({}, {"tenant": "\ud800"}, "tenant"),
     ],
 )
-def test_the_engine_itself_refuses_what_would_stop_it(plain_engine, params, fields, param):
+def test_engine_core_refuses_invalid_requests(plain_engine, params, fields, param):
     with pytest.raises(InvalidRequestError) as caught:
         plain_engine.add_request(EngineRequest("x", [3, 4], SamplingParams(**params), **fields))
     assert caught.value.param == param

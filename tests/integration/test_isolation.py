@@ -91,7 +91,7 @@ def test_suffix_drafts_stay_with_their_tenant(make_engine, run, who):
     assert len(probe(run, engine, secret, **mine)) > 20  # the same probes by whom it belongs to
 
 
-def test_while_the_secret_is_being_written(make_engine, run):
+def test_a_running_request_of_another_tenant_is_not_drafted_from(make_engine, run):
     """Both run in the same batch."""
     engine = make_engine(speculative_config=speculative("suffix"))
     secret = teach(run, engine, tenant="a")
@@ -138,7 +138,7 @@ def test_suffix_drafts_stay_with_their_adapter(models, make_engine, run, other):
     assert len(probe(run, engine, secret, models.lora("a"))) > 20
 
 
-def test_the_content_counts_and_not_the_adapters_name(models, make_engine, run):
+def test_suffix_stores_are_keyed_by_adapter_content(models, make_engine, run):
     engine = make_engine(speculative_config=speculative("suffix"), **LORA)
     engine.adapters.load(LoRARequest("x", path=models.adapters["a"]))
     x = LoRARequest("x", path=models.adapters["a"])
@@ -151,7 +151,7 @@ def test_the_content_counts_and_not_the_adapters_name(models, make_engine, run):
     assert probe(run, engine, secret, new) == set()
 
 
-def test_an_adapters_text_goes_with_it(models, make_engine, run):
+def test_unloading_an_adapter_drops_its_suffix_store(models, make_engine, run):
     engine = make_engine(speculative_config=speculative("suffix"), **LORA)
     base = teach(run, engine)
     a = models.lora("a")

@@ -1,4 +1,4 @@
-"""Draft weights that are learnt from the traffic of a tenant: acceptance recovers, and nobody else's drafts change."""
+"""Draft weights that are learnt from the traffic of a tenant: acceptance recovers; other tenants' drafts stay."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.core.errors import InvalidRequestError
+from outrider.spec_decode.learning import learner
 from outrider.spec_decode.learning.head_trainer import HeadTrainer
 from outrider.spec_decode.learning.learner import JUDGED_STEPS
 
@@ -43,14 +44,20 @@ def texts(outcomes):
     return [outcome.token_ids for outcome in outcomes]
 
 
-@pytest.fixture
-def jobs_of(models):
-    """jobs_of(tenant, adapter) -> the task's requests of a tenant. The head has never seen adapter `c`'s text."""
+@pytest.fixture(autouse=True)
+def whole_slices(monkeypatch):
+    """Slices do not shrink, however busy the machine is."""
+    monkeypatch.setattr(learner, "SLICE_SECONDS", 60.0)
 
-    def jobs_of(tenant, adapter="c", task=TASK, **fields):
+
+@pytest.fixture
+def make_jobs(models):
+    """make_jobs(tenant, adapter) -> the task's requests of a tenant. The head has never seen adapter `c`'s text."""
+
+    def make_jobs(tenant, adapter="c", task=TASK, **fields):
         return [(prompt, PARAMS, models.lora(adapter), {"tenant": tenant, **fields}) for prompt in task]
 
-    return jobs_of
+    return make_jobs
 
 
 class Drafts:
@@ -76,10 +83,10 @@ class Drafts:
         return sorted(self.by_tenant.pop(tenant))
 
 
-def test_acceptance_recovers_and_other_tenants_drafts_stay(models, make_engine, run, plain_tokens, jobs_of):
+def test_acceptance_recovers_and_other_tenants_drafts_stay(models, make_engine, run, plain_tokens, make_jobs):
     engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
-    drafts, ours, theirs = Drafts(engine), jobs_of("ours"), jobs_of("theirs")
-    drifted, untrained = jobs_of("ours", task=NEXT_TASK), acceptance(run(engine, theirs))
+    drafts, ours, theirs = Drafts(engine), make_jobs("ours"), make_jobs("theirs")
+    drifted, untrained = make_jobs("ours", task=NEXT_TASK), acceptance(run(engine, theirs))
     their_drafts = drafts.pop("theirs")
 
     def serve(jobs):
@@ -103,29 +110,31 @@ def test_acceptance_recovers_and_other_tenants_drafts_stay(models, make_engine, 
 
     assert texts(run(engine, theirs)) == plain_tokens(theirs)
     assert drafts.pop("theirs") == their_drafts
-    salted = run(engine, jobs_of("ours", cache_salt="pepper"))
+    salted = run(engine, make_jobs("ours", cache_salt="pepper"))
     assert acceptance(salted) == pytest.approx(untrained), "another salt used the weights"
     assert [state.tenant for state in engine.learner.states()] == ["ours", "ours"]
     assert engine.learner.states()[-1].num_versions == 0
 
 
-def test_begins_with_the_adapters_own_draft_weights(models, make_engine, run, plain_tokens, jobs_of, monkeypatch):
+def test_learning_starts_from_the_adapters_draft_weights(
+    models, make_engine, run, plain_tokens, make_jobs, monkeypatch
+):
     """A version that was not trained computes what they do, and both kinds run in one batch."""
     monkeypatch.setattr(HeadTrainer, "step", lambda *args: None)
     engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
-    drafts, ours = Drafts(engine), jobs_of("ours", "a")
+    drafts, ours = Drafts(engine), make_jobs("ours", "a")
     run(engine, ours)
     before = drafts.pop("ours")
     train(engine)
     assert engine.learner.states()[0].num_versions == 1
-    mixed = [*ours, *jobs_of("theirs", "a"), *jobs_of("theirs", "b")]
+    mixed = [*ours, *make_jobs("theirs", "a"), *make_jobs("theirs", "b")]
     assert texts(run(engine, mixed)) == plain_tokens(mixed)
     assert drafts.pop("ours") == before
 
 
-def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, jobs_of, monkeypatch):
+def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, make_jobs, monkeypatch):
     engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
-    ours = jobs_of("ours", None)
+    ours = make_jobs("ours", None)
     run(engine, ours)
     train(engine)
     good = run(engine, ours)
@@ -134,7 +143,9 @@ def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, jobs_
     with monkeypatch.context() as patch:
         patch.setattr(HeadTrainer, "step", lambda _, lora, sample: [b.data.normal_() for _, b in lora.pairs.values()])
         train(engine)
-    assert engine.learner.states()[0].digest != kept.digest
+    worse = engine.stats().learning[0]
+    assert worse.digest != kept.digest
+    assert worse.acceptance_before == kept.acceptance
     assert texts(run(engine, ours)) == plain_tokens(ours), "text depends on the weights"
     state = engine.learner.states()[0]
     assert (state.num_versions, state.num_dropped, state.digest) == (2, 1, kept.digest)
@@ -142,23 +153,33 @@ def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, jobs_
     assert sum(outcome.speculation.num_verifications for outcome in good) > JUDGED_STEPS
 
 
-def test_forgotten_with_the_adapter(models, make_engine, run, jobs_of):
+def test_unloading_an_adapter_drops_its_learner(models, make_engine, run, make_jobs):
     engine = make_engine(**LORA, speculative_config=speculative(models, max_learners=2))
-    run(engine, jobs_of("ours", "c"))
-    run(engine, jobs_of("ours", None))
-    assert [state.adapter != "" for state in engine.learner.states()] == [True, False]
+    run(engine, make_jobs("ours", "c"))
+    run(engine, make_jobs("ours", None))
+    assert [state.adapter for state in engine.stats().learning] == ["c", ""]
     engine.adapters.unload("c")
     assert [state.adapter for state in engine.learner.states()] == [""]
 
 
-def test_learners_and_bytes_are_bounded(models, make_engine, run, jobs_of):
+def test_a_sleeping_engine_does_not_train(models, make_engine, run, make_jobs):
+    engine = make_engine(**LORA, speculative_config=speculative(models))
+    run(engine, make_jobs("ours", None))
+    engine.release_memory()
+    assert engine.learn() is None
+    run(engine, make_jobs("theirs", None)[:1])
+    assert engine.learn() is not None
+    train(engine)
+
+
+def test_learners_and_bytes_are_bounded(models, make_engine, run, make_jobs):
     engine = make_engine(
         **LORA, speculative_config=speculative(models, tenants=["ours", "mine"], max_learners=1, buffer_bytes=40_000)
     )
-    run(engine, jobs_of("ours"))
+    run(engine, make_jobs("ours"))
     assert 0 < engine.learner.states()[0].num_bytes <= 40_000
     train(engine)
-    run(engine, jobs_of("mine"))
+    run(engine, make_jobs("mine"))
     assert [(state.tenant, state.num_versions) for state in engine.learner.states()] == [("mine", 0)]
 
 

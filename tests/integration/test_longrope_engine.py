@@ -68,7 +68,7 @@ def test_text_is_that_of_transformers(models, folder, wanted, texts, make_engine
     assert min(outcome.num_cached_tokens for outcome in outcomes) > 0
 
 
-def test_blocks_of_short_prompts_do_not_serve_long_ones(folder, texts, make_engine, run):
+def test_longrope_prefix_blocks_are_separate_for_long_prompts(folder, texts, make_engine, run):
     engine = make_engine(model=str(folder), block_size=8)
     params = SamplingParams(temperature=0, max_tokens=1)
     for text, cached in ((texts[1], 0), (texts[2], 32), (texts[4], 0), (texts[3], 40)):

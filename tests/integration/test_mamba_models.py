@@ -106,7 +106,7 @@ def test_published_configs_are_read():
 
 
 @pytest.mark.parametrize("in_fp32", [True, False])
-def test_results_of_layers_are_added_in_float32(in_fp32, tmp_path):
+def test_residual_in_fp32(in_fp32, tmp_path):
     """Logits of bfloat16 are nearer to those of transformers with the same switch than with the other."""
     path = tmp_path / "model"
     model = build(replace(DEEP, config=DEEP.config | {"residual_in_fp32": in_fp32}))

@@ -1,4 +1,4 @@
-"""Long matches of prompt lookup instead of a head's drafts in engines: the same text, and which drafters made it."""
+"""Long matches of prompt lookup instead of the drafts of a head, in engines: same text, and which drafter made it."""
 
 import math
 

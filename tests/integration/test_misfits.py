@@ -12,7 +12,7 @@ from outrider.models.demo import demo_draft_path, demo_eagle3_path
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import InvalidRequestError
 
-# method, what its config.json says, and what the message has to name: the draft's figure and the target's.
+# method, fields of its config.json, and what the message has to name: the draft's figure and the target's.
 MISFITS = {
     "another vocabulary": ("draft_model", {"vocab_size": 170}, ("170 tokens", "160")),
     "a head of another hidden size": ("eagle3", {"hidden_size": 64}, ("is 64", "48")),
@@ -84,7 +84,7 @@ def check_refusal(error: str, path, figures) -> None:
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}, ("[2, 3, 6]", "5 layers")),
     ],
 )
-def test_a_measurement_ends_with_one_line(demo_misfit, capsys, method, changes, figures):
+def test_bench_reports_a_mismatch_in_one_line(demo_misfit, capsys, method, changes, figures):
     path = demo_misfit(method, **changes)
     option = "--" + method.replace("_", "-")
     words = f"bench speculation --modes {method} {option} {path} --tasks base --batch-sizes 1 --rounds 1"
@@ -92,7 +92,7 @@ def test_a_measurement_ends_with_one_line(demo_misfit, capsys, method, changes, 
     check_refusal(capsys.readouterr().err, path, figures)
 
 
-def test_a_server_ends_with_one_line(demo_misfit):
+def test_serve_reports_a_mismatch_in_one_line(demo_misfit):
     """In a process of its own: a server sets up the logging of its process."""
     path = demo_misfit("draft_model", vocab_size=2000)
     config = json.dumps({"method": "draft_model", "model": str(path), "num_speculative_tokens": 3})

@@ -22,7 +22,7 @@ from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.platform.engine.engine_core import EngineCore
-from outrider.spec_decode.control import adapters
+from outrider.spec_decode.control import adapters, trials
 from outrider.spec_decode.drafters.factory import draft_kv_bytes_per_token
 
 from ..prediction_checkpoints import HIDDEN, LAYOUTS, Checkpoint
@@ -104,7 +104,7 @@ def test_drafts_are_those_of_the_reference_and_change_no_text(checkpoints, make_
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "mimo", "nemotron-h", "ernie4.5-moe"])
-def test_a_head_that_knows_the_next_token_is_always_right(monkeypatch, checkpoints, make_engine, name):
+def test_all_drafts_of_a_perfect_head_are_accepted(monkeypatch, checkpoints, make_engine, name):
     """By one of vLLM's names, with a fixed number of drafts and with the policy's."""
     folder, jobs = checkpoints(name, True).folder, [(prompt, GREEDY) for prompt in PROMPTS]
     expected = serve(make_engine(folder), jobs)
@@ -113,7 +113,7 @@ def test_a_head_that_knows_the_next_token_is_always_right(monkeypatch, checkpoin
     drafted, accepted = counts(engine)
     assert drafted == accepted > 0
     monkeypatch.setattr(adapters, "FIRST_TRIAL_SECONDS", 0.0)
-    monkeypatch.setattr(adapters, "TRIAL_SHARE", math.inf)  # it drafts although steps are short
+    monkeypatch.setattr(trials, "TRIAL_SHARE", math.inf)  # it drafts although steps are short
     engine = make_engine(folder, speculative_config={"method": "mtp"})
     for _ in range(3):
         assert serve(engine, jobs) == expected
@@ -182,7 +182,7 @@ def test_an_adapter_brings_draft_weights(checkpoints, make_engine, tmp_path):
     assert [info.draft for info in engine.adapters.list()] == ["loaded"]
 
 
-def test_the_head_takes_memory_of_the_cache(checkpoints):
+def test_prediction_head_kv_is_counted_in_the_cache_size(checkpoints):
     for name, elements in (("qwen3.5", 2 * 2 * 16), ("deepseek3", 24 + 8)):
         folder = checkpoints(name).folder
         num_bytes = draft_kv_bytes_per_token(parse_speculative(MTP), "float32", model_path=folder)

@@ -33,6 +33,8 @@ def packed(models, tmp_path_factory):
         ("ct-w8a8", {"max_num_batched_tokens": 48}, "eagle3", "int8"),
         ("fp8-blocks", {}, "eagle", "fp8"),
         (None, {"quantization": "int8"}, "medusa", "int4"),
+        ("gptq-row", {}, "dflash", "int8"),
+        (None, {"quantization": "int8"}, "dspark", "int4"),
         (None, {"quantization": "int4", "dtype": "bfloat16", "batch_invariant": True}, "draft_model", "int4"),
     ],
 )
@@ -68,16 +70,20 @@ def test_adapters_are_pefts_on_the_dequantised_model(make_engine, run, prompts, 
         assert float((logits.amax(1) - chosen).max()) < 1e-3
 
 
-def test_a_quantised_head(make_engine, models, run, jobs, greedy, tmp_path):
-    """An EAGLE head whose file is quantised drafts as one with the same dense weights."""
-    head, packed = models.head("eagle3"), tmp_path / "head"
-    write_quantized(head, packed, CASES["gptq-row"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("eagle3", "gptq-row"), ("dflash", "fp8-blocks"), ("dspark", "ct-w8a8")],
+)
+def test_a_quantised_head(make_engine, models, run, jobs, greedy, tmp_path, method, kind):
+    """A head whose file is quantised drafts as one with the same dense weights."""
+    head, packed = models.head(method), tmp_path / "head"
+    write_quantized(head, packed, CASES[kind])
     for file in head.iterdir():
         if file.is_file() and not (packed / file.name).exists():
             shutil.copy(file, packed)
     work, accepted = jobs(greedy, adapters=False), []
     for folder in (packed, packed / "dense"):
-        speculative = models.speculative("eagle3", 3) | {"model": str(folder)}
+        speculative = models.speculative(method, 3) | {"model": str(folder)}
         outcomes = run(make_engine(speculative_config=speculative), work)
         accepted.append([outcome.accepted for outcome in outcomes])
     assert accepted[0] == accepted[1]

@@ -85,7 +85,7 @@ def test_nothing_of_an_engine_outlives_its_shutdown(device: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_after_shutdown_say_so(closed: LLM, call: str) -> None:
+def test_calls_after_shutdown_raise_shutting_down(closed: LLM, call: str) -> None:
     with pytest.raises(ShuttingDownError, match="shut down"):
         CALLS[call](closed)
 

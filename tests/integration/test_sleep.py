@@ -54,7 +54,7 @@ def test_nothing_is_held_once_all_requests_are_finished():
         check()
 
 
-def test_an_answer_is_not_lost_with_the_step_after_it(monkeypatch):
+def test_a_failing_last_step_does_not_lose_the_answer(monkeypatch):
     with LLM(async_scheduling=True) as llm:
         endless, engine = PARAMS.clone(ignore_eos=True), llm.llm_engine
         tokens = llm.generate(PROMPTS[0], endless, use_tqdm=False)[0].outputs[0].token_ids

@@ -19,7 +19,7 @@ MIN_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def generate(models, prompts):
-    """generate(speculative_config, params of each prompt) -> (what it says, counts of drafts)."""
+    """generate(speculative_config, params of each prompt) -> (its outputs, counts of drafts)."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -53,7 +53,7 @@ def sequences(outputs):
 def reference(generate):
     """The parameters of each prompt, and its sequences without speculation.
 
-    Forbidden is what the first sequence would say early on. Of the stop strings one is from the middle of what it says
+    Forbidden are early tokens of the first sequence. Of the stop strings one is from the middle of its text
     then, from inside one token to inside another; one comes before the text may end.
     """
     params = []

@@ -92,7 +92,7 @@ def test_a_model_without_attention_is_refused(folder, tmp_path):
         assert caught.value.param == param
 
 
-def test_sequences_are_as_many_as_have_memory(folder):
+def test_max_num_seqs_is_limited_by_state_memory(folder):
     facts = read_facts(folder)
     assert facts.state_bytes == 2 * 2 * 48 * torch.float32.itemsize
     with LLM(str(folder), max_model_len=64, kv_cache_memory_bytes=100_000) as llm:

@@ -93,7 +93,7 @@ EXPECTED: dict[str, list[str]] = {}
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}])
-def test_the_form_holds_and_drafts_do_not_change_the_text(llm, sampling):
+def test_outputs_match_their_grammars_with_and_without_drafts(llm, sampling):
     found = texts(llm, **sampling)
     for by_json, by_regex, by_choice, by_grammar, call in (found[adapter::3] for adapter in range(3)):
         assert set(json.loads(by_json)) == {"name", "quantity", "tags"}
@@ -122,7 +122,7 @@ def test_other_parameters_combine(llm):
     assert llm.generate([PROMPTS[0]] * 2, wanted, use_tqdm=False)[0].outputs[0].text == free
 
 
-def test_after_its_end_an_answer_has_only_end_tokens(llm):
+def test_ignore_eos_after_the_grammars_end_gives_only_end_tokens(llm):
     wanted = params({"regex": "(ab){2}"}, ignore_eos=True, max_tokens=24)
     output = llm.generate("Hello", wanted, use_tqdm=False)[0].outputs[0]
     assert output.text == "abab"
@@ -149,7 +149,7 @@ def test_a_grammar_that_becomes_too_complex_is_an_error(llm):
     assert llm.generate("x", params({"choice": ["fine"]}), use_tqdm=False)[0].outputs[0].text == "fine"
 
 
-def test_preemption_keeps_the_form():
+def test_preemption_keeps_the_grammar_state():
     engine = LLM(str(demo_model_path()), dtype="float32", max_model_len=256, num_gpu_blocks_override=18, block_size=16)
     wanted = [params(CONSTRAINTS[0], ignore_eos=False) for _ in range(6)]
     outputs = engine.generate([PROMPTS[0] * 2] * 6, wanted, use_tqdm=False)
@@ -159,7 +159,7 @@ def test_preemption_keeps_the_form():
     engine.shutdown()
 
 
-def test_the_host_changes_no_grammar_that_a_step_in_flight_may_read(monkeypatch):
+def test_grammars_of_a_step_in_flight_are_not_changed(monkeypatch):
     """A chunk of a prompt is committed while the chunk after it, which samples, runs in a thread."""
     asked, forced = [], GrammarState.forced
 
@@ -179,7 +179,7 @@ def test_the_host_changes_no_grammar_that_a_step_in_flight_may_read(monkeypatch)
     assert outputs[0].outputs[0].text == "yes indeed"
 
 
-def test_each_request_of_one_grammar_has_its_own_end():
+def test_a_shared_grammar_ends_with_each_requests_end_tokens():
     """End tokens are in the masks: with those of the request before an answer would never end."""
     engine = EngineCore(EngineArgs(max_model_len=64))
     wanted, ended = params({"choice": ["yes"]}, max_tokens=9), {}
@@ -192,7 +192,7 @@ def test_each_request_of_one_grammar_has_its_own_end():
     engine.shutdown()
 
 
-def test_one_vocabulary_is_made_before_the_first_request(monkeypatch):
+def test_the_grammar_vocabulary_is_built_once_at_start(monkeypatch):
     """It takes 0.5 s for 50,000 tokens, so an engine of a server has it before it is ready; all grammars share it."""
     made = []
     make = grammars._vocabulary

@@ -12,7 +12,7 @@ def suffix(k=5, **fields):
     return {"method": "suffix", "num_speculative_tokens": k, "suffix_decoding_max_spec_factor": 2.0} | fields
 
 
-def test_an_answer_given_before_is_drafted(make_engine, run, prompts):
+def test_a_repeated_answer_is_drafted(make_engine, run, prompts):
     engine = make_engine(speculative_config=suffix(k=8))
     params = SamplingParams(temperature=1.5, seed=5, max_tokens=60, ignore_eos=True)
     first, again = (run(engine, [(prompts[1], params)])[0] for _ in range(2))

@@ -113,7 +113,7 @@ def test_a_reset_and_sleep_empty_the_host(models, make_engine, run, prompts):
         assert [outcome.token_ids for outcome in run(engine, work)] == want
 
 
-def test_a_step_that_fails_leaves_no_block_whose_copy_is_missing(models, make_engine, run, prompts, monkeypatch):
+def test_a_failed_step_keeps_host_copies_consistent(models, make_engine, run, prompts, monkeypatch):
     engine, work = make_engine(**SWAP, **LORA, **TIGHT), jobs(models, prompts)
     want = [outcome.token_ids for outcome in run(engine, work)]
     calls = []

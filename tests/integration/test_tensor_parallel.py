@@ -77,7 +77,7 @@ def test_weights_rounded_while_they_are_loaded(quantization: str, monkeypatch: p
     assert found[0] == found[1]
 
 
-def jobs_of(prompts: Any, adapter: Path) -> list[Any]:
+def make_jobs(prompts: Any, adapter: Path) -> list[Any]:
     """Requests on a tiny model, each without and with an adapter."""
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     adapters = (None, LoRARequest("a", path=str(adapter)))
@@ -99,7 +99,7 @@ def texts_of_sizes(
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt2", "falcon", "olmo2"])
-def test_layers_of_other_forms_write_the_text_of_one(
+def test_other_families_match_one_rank(
     family: str, make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT's form and norms over all heads, with an adapter on every projection, and with drafts. GPT-2's adapter has
@@ -110,14 +110,14 @@ def test_layers_of_other_forms_write_the_text_of_one(
     options = {"target_modules": FAMILIES[family].targets, "use_dora": family == "gpt2"}
     lora = LoraConfig(r=4, init_lora_weights=False, **options)
     get_peft_model(model, lora).save_pretrained(adapter)
-    jobs = jobs_of(prompts, adapter)
+    jobs = make_jobs(prompts, adapter)
     options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     found = texts_of_sizes(make_engine, run, base, jobs, options)
     assert found[0] == found[1]
     assert found[0][::2] != found[0][1::2], "the adapter changes texts"
 
 
-def test_an_adapter_on_inputs_whose_groups_lie_apart(
+def test_an_adapter_on_act_order_gptq(
     make_engine: Any, run: Any, prompts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPTQ's `desc_act`: a rank has columns of `o_proj` and `down_proj` whose inputs other ranks compute."""
@@ -128,7 +128,7 @@ def test_an_adapter_on_inputs_whose_groups_lie_apart(
     write_quantized(base, quantized, case)
     lora = LoraConfig(r=4, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
     get_peft_model(model, lora).save_pretrained(adapter)
-    found = texts_of_sizes(make_engine, run, quantized, jobs_of(prompts, adapter))
+    found = texts_of_sizes(make_engine, run, quantized, make_jobs(prompts, adapter))
     assert found[0] == found[1]
     assert found[0][::2] != found[0][1::2], "the adapter changes texts"
 

@@ -93,7 +93,7 @@ def test_added_tokens(
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_copy_that_differs_on_another_ranks_rows_is_refused(
+def test_an_inconsistent_modules_to_save_copy_is_refused(
     name: str, make_engine: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks_as_threads(monkeypatch)

@@ -135,7 +135,7 @@ def test_family_equals_transformers_and_peft(family, tmp_path, make_engine, run)
     record(f"{family}ForCausalLM", "transformers", shown, [max(part) for part in errors])
 
 
-def test_angles_in_float32_beside_bfloat16(tmp_path, make_engine, run):
+def test_rotary_angles_are_float32_in_a_bfloat16_model(tmp_path, make_engine, run):
     base = save("Olmo", tmp_path, **FAMILIES["Olmo"]).bfloat16()
     (outcome,) = run(make_engine(model=str(tmp_path), dtype="bfloat16"), [(PROMPT, GREEDY)])
     with torch.no_grad():
@@ -271,7 +271,7 @@ def test_two_threads_import_transformers(repo_root):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=repo_root)
 
 
-def test_a_model_that_goes_leaves_no_weights(tmp_path):
+def test_a_deleted_model_frees_its_weights(tmp_path):
     save("Helium", tmp_path)
 
     def num_layers_alive():

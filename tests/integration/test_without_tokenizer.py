@@ -64,7 +64,7 @@ def test_token_ids_in_and_out(bare: str, expected: dict[str, Any], drafter: str)
     assert len(vector) == 256
 
 
-def test_whatever_needs_text_names_the_option(bare: str) -> None:
+def test_calls_that_need_text_name_the_option(bare: str) -> None:
     calls: list[tuple[str, Callable[[LLM], object]]] = [
         ("prompt", lambda llm: llm.generate("hello", use_tqdm=False)),
         ("messages", lambda llm: llm.chat([{"role": "user", "content": "hello"}], use_tqdm=False)),

@@ -61,7 +61,7 @@ def first_seen(positions: Tensor, window: int | Chunks) -> Tensor:
     return positions - positions % window.size if isinstance(window, Chunks) else positions - window + 1
 
 
-def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def attention_weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax of scores [H, Q, K], with `sinks` [H] as scores of one key more."""
     if sinks is None:
         return scores.softmax(-1)

@@ -23,7 +23,7 @@ MACHINES = ["native", "avx2"]
 
 
 @contextmanager
-def kernels_of(module: ModuleType, machine: str, scratch: Path) -> Iterator[None]:
+def use_kernels(module: ModuleType, machine: str, scratch: Path) -> Iterator[None]:
     """Let `module` (a package's `native`, which sits next to its native.cpp) use kernels of a machine of `MACHINES`."""
     module._functions.cache_clear()
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -79,7 +79,7 @@ _changing = Lock()
 
 
 @contextmanager
-def _launches_of(recorder: _Recorder) -> Iterator[None]:
+def _record_launches(recorder: _Recorder) -> Iterator[None]:
     """Record this thread's launches. Several threads may record at once."""
     from triton.runtime.interpreter import GridExecutor
 
@@ -150,7 +150,7 @@ class CallTape:
         """Record `work` now."""
         work()
         recorder = _Recorder()
-        with _launches_of(recorder), recorder:
+        with _record_launches(recorder), recorder:
             outputs = work()
         for output in outputs:
             output.fill_(torch.nan if output.is_floating_point() else -1)

@@ -79,7 +79,7 @@ def dense(row: Row, window: Window, sinks: Tensor | None = None) -> Tensor:
     hidden = positions > positions[:, None]
     if window is not None:
         hidden |= positions < attention_backends.first_seen(positions[:, None], window)
-    weights = attention_backends.weights_of(scores.masked_fill(hidden, -torch.inf), sinks)
+    weights = attention_backends.attention_weights(scores.masked_fill(hidden, -torch.inf), sinks)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
@@ -122,7 +122,9 @@ def test_a_row_is_the_same_bits_alone_in_a_batch_and_in_chunks(
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_it_is_attention(name: str, shape: tuple[int, int, int], window: Window, dtype: torch.dtype) -> None:
+def test_invariant_attention_equals_dense(
+    name: str, shape: tuple[int, int, int], window: Window, dtype: torch.dtype
+) -> None:
     rows = [Row(length, shape, dtype, seed) for seed, length in enumerate((300, 1, 129, 40))]
     options = {"block_size": 16, "window": window, "dtype": dtype, "name": name}
     for sinks in (None, torch.linspace(-2, 3, shape[0])):

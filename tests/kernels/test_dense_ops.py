@@ -74,7 +74,7 @@ def test_memory_does_not_grow_with_each_number_of_rows() -> None:
     assert int(done.stdout) < 150
 
 
-def test_linear_on_cpu_does_not_need_the_weight_again() -> None:
+def test_packed_linear_owns_its_weight() -> None:
     weight = torch.randn(16, 8)
     x = torch.randn(2, 8)
     linear = pack(weight)

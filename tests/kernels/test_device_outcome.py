@@ -51,13 +51,13 @@ def test_counts_and_parts_are_known_without_synchronisation(source):
     assert Counted.asked == 0
 
 
-def test_who_reads_one_gets_the_devices(source):
+def test_reading_device_ids_waits_for_the_device(source):
     ids = DeviceIds(source, [3, 1, 0])
     assert (ids[0], ids[-1], list(ids), list(ids[1:])) == (13, 10, [13, 11, 10], [11, 10])
     assert [*ids, 5] == [13, 11, 10, 5]
 
 
-def test_they_are_put_into_their_places_by_source(source, device):
+def test_device_ids_are_scattered_by_source(source, device):
     other = OnDevice(torch.tensor([20, 21]))
     parts = [(1, DeviceIds(source, [4, 0])), (3, [7]), (4, DeviceIds(other, [1])), (6, DeviceIds(source, [2]))]
     late = device_tokens(parts)
@@ -246,7 +246,7 @@ def test_drafts_are_drawn_with_the_noise_of_their_true_position(params):
     assert [d.token_ids for d in drawn[0]] == [d.token_ids for d in drawn[1]]
 
 
-def test_of_each_row_what_it_accepted_and_sampled(device):
+def test_generated_tokens_by_row(device):
     """Rows without drafts in a batch with others."""
     tokens = torch.tensor([10, 11, 12, 20, 30, 31], device=device)
     accepted = torch.tensor([1, 0, 1], device=device)

@@ -155,7 +155,7 @@ def test_pairs_of_other_processes_add_nothing(rows, num_experts, hidden, inner, 
     assert (total - define(x, routing, *weights, None)).abs().max() < 2 * TOLERANCE[dtype]
 
 
-def test_layers_of_quantised_and_other_experts_are_not_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_expert_formats_do_not_use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels take experts of one form: the others would be left out."""
     monkeypatch.setattr(experts, "use_triton", lambda weight: True)
     weights = draw(3, 16, 8, torch.float64)  # which oneDNN does not pack

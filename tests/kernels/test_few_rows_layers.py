@@ -167,7 +167,7 @@ def test_layers_of_both_paths(quantized: str, on_gpu: Callable[[], Calls]) -> No
     assert (calls.norms, calls.all) == (4, 11)
 
 
-def test_parts_and_experts_have_no_such_product(on_gpu: Callable[[], Calls]) -> None:
+def test_parts_and_experts_do_not_use_few_rows_products(on_gpu: Callable[[], Calls]) -> None:
     on_gpu()
     common = {"dtype": torch.float32, "device": torch.device("cpu")}
     usual, expert = Linear("a", [("a", 8)], 4, **common), Linear("b", [("b", 8)], 4, expert=True, **common)

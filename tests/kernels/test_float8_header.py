@@ -41,7 +41,7 @@ def functions(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("count", [256, 77, 16, 5])
-def test_every_number_is_widened_exactly_and_rounds_to_itself(functions, count):
+def test_widening_and_rounding_are_exact(functions, count):
     raw = torch.arange(256, dtype=torch.uint8)
     raw = raw[raw & 0x7F != 0x7F][-count:].contiguous()  # NaN is never written
     want = raw.view(torch.float8_e4m3fn).to(torch.bfloat16)

@@ -65,6 +65,7 @@ FILES: dict[str, dict[str, Any]] = {
     "dspark": DECODER
     | {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 1, "head_dim": 16, "block_size": 5}
     | {"mask_token_id": 7, "target_layer_ids": [0, 1], "markov_rank": 4, "markov_head_type": "rnn"},
+    "uno": {"peft_type": "LORA"},
 }
 GREEDY = SamplingParams(temperature=0.0)
 BIASED = SamplingParams(temperature=0.0, logit_bias={5: 6.0, 9: -6.0})
@@ -90,7 +91,8 @@ class Side:
         self.proposer: Any = make_drafter(parse_speculative(options), context)
         if named == "eagle3":  # its tokens are others of the target's
             self.proposer._head.weight_slots()["d2t"].load(torch.full((DRAFT_VOCAB,), VOCAB - DRAFT_VOCAB))
-        self.kv: list[LayerKV] = allocate_kv(self.proposer.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32, device)
+        layers = target.kv_layers if named == "uno" else self.proposer.needs.kv_layers
+        self.kv: list[LayerKV] = allocate_kv(layers, NUM_BLOCKS, BLOCK, torch.float32, device)
         self.proposer.bind(self.kv, no_adapters)
 
     def propose(self, rows: Sequence[DraftRow], states: torch.Tensor) -> list[Proposal]:
@@ -167,7 +169,8 @@ class Pair:
 @pytest.fixture
 def make_pair(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Pair]:
     def make(method: str, max_rows: int = 4) -> Pair:
-        (tmp_path / "config.json").write_text(json.dumps(FILES[method]))
+        for name in ("config.json", "adapter_config.json"):
+            (tmp_path / name).write_text(json.dumps(FILES[method]))
         if method == "translated":  # the draft model lacks the last tokens, and has the others in reverse order
             (tmp_path / "target").mkdir()
             vocabularies = {tmp_path: {f"t{49 - i}": i for i in range(50)}}

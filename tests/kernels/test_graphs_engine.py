@@ -114,7 +114,7 @@ def write_heads(folder: Path) -> Path:
 
 
 Drafted = dict[tuple[str, tuple[int, ...]], list[int]]
-"""By request and what it said before."""
+"""By request and its tokens so far."""
 
 
 def watch_drafts(engine: EngineCore, drafted: Drafted) -> None:
@@ -263,7 +263,7 @@ def test_text_is_the_same(
 
 
 @pytest.mark.parametrize("method", [None, "draft_model"])
-def test_penalties_are_counted_where_the_tokens_are(
+def test_penalties_are_counted_on_the_device(
     files: dict[str, Path], graphs: PassGraphs, device: str, method: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps overlap, and the host does not read the drafts, accepted counts or tokens of the step before."""

@@ -86,7 +86,7 @@ class Passes:
                 assert torch.equal(ours_part[:, untouched], theirs_part[:, untouched])
 
     def check_recorded(self, count: int) -> None:
-        """Check the number of captured passes that were replayed; a GPU does not say it."""
+        """Check the number of captured passes that were replayed; a GPU does not report it."""
         if isinstance(self.graphs.backend, CallTape):
             assert len(self.graphs.backend.num_calls) == count
 

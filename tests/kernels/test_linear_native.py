@@ -11,13 +11,13 @@ from outrider.kernels.linear import NativeLinear, pack
 from outrider.kernels.linear import native as products
 from outrider.kernels.lora.native import NativeRows, RowSegments
 
-from .avx2_library import MACHINES, kernels_of
+from .avx2_library import MACHINES, use_kernels
 
 
 @pytest.fixture(scope="module", params=MACHINES, autouse=True)
 def machine(request, tmp_path_factory):
     """Kernels for this machine, or for one with AVX2 alone."""
-    with kernels_of(products, request.param, tmp_path_factory.mktemp("kernels")):
+    with use_kernels(products, request.param, tmp_path_factory.mktemp("kernels")):
         yield request.param
 
 
@@ -125,7 +125,7 @@ def test_no_rows():
     assert native(weight)(x).shape == (0, 66)
 
 
-def test_what_is_not_finite_stays_in_its_row():
+def test_non_finite_inputs_stay_in_their_row():
     weight, x, _, _ = operands(8, (66, 34))
     x[2, 5], x[4, 33] = float("nan"), float("inf")
     y = native(weight)(x)
@@ -180,7 +180,7 @@ def test_adapters_are_added_by_the_same_call(machine, num_tokens, threads):
         linear(x[:-1], residual[:-1], rows.address, step)
 
 
-def test_other_weights_go_elsewhere():
+def test_unsupported_weights_use_other_paths():
     assert not isinstance(pack(torch.randn(8, 6)), NativeLinear)
     assert not isinstance(pack(torch.randn(8, 5).bfloat16()), NativeLinear)
     assert not isinstance(pack(torch.randn(8, 6).half()), NativeLinear)

@@ -72,7 +72,7 @@ def test_definition(dtype, segments, in_features, sizes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.usefixtures("team")
-def test_a_token_gets_the_same_bits_in_any_company(dtype, threads):
+def test_bits_of_a_token_are_independent_of_the_batch(dtype, threads):
     pool = Pool(331, (700, 130), dtype)
     rows = [2, 3, 5, 8, 13]
     y, x = inputs(pool, 11, dtype)
@@ -118,7 +118,7 @@ def test_other_tokens_are_not_touched():
     assert torch.isfinite(y[1:4]).all()
 
 
-def test_what_is_not_finite_stays_so():
+def test_non_finite_outputs_stay_non_finite():
     pool = Pool(64, (80,), torch.bfloat16)
     y, x = inputs(pool, 2, torch.bfloat16)
     y[0, 3], y[1, 79], y[1, 4] = float("nan"), float("nan"), float("inf")

@@ -10,7 +10,7 @@ import torch
 from outrider.kernels.mamba2 import native
 from outrider.kernels.mamba2 import torch as reference
 
-from .avx2_library import MACHINES, kernels_of
+from .avx2_library import MACHINES, use_kernels
 from .mamba_cases import NORMS, make_mixer, mixer_definition
 from .state_cases import ROWS, Rows
 
@@ -26,7 +26,7 @@ def mamba2(request: pytest.FixtureRequest, tmp_path) -> Iterator:
     if request.param == "torch":
         yield reference.mamba2
     else:
-        with kernels_of(native, request.param, tmp_path):
+        with use_kernels(native, request.param, tmp_path):
             yield native.mamba2
 
 

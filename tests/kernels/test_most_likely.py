@@ -65,7 +65,7 @@ def test_special_values(path: str, place: int) -> None:
     assert most_likely(logits)[1][1:] == [INF, -INF, -5.0]
 
 
-def rows_of(drafts: list[list[int]], **edits: Any) -> list[SampleRow]:
+def make_rows(drafts: list[list[int]], **edits: Any) -> list[SampleRow]:
     params = SamplingParams(temperature=0.0, **edits)
     return [SampleRow(Request(f"r{i}", [1, 2], 2, params, seed_key=i), Drafts(ids)) for i, ids in enumerate(drafts)]
 
@@ -83,7 +83,7 @@ def test_fast_path_equals_the_general_path(data: st.DataObject) -> None:
     logits = torch.where(sound[:, None], torch.randint(0, 4, logits.shape).float(), logits)
     few = st.lists(token, min_size=1, max_size=2)
     edits = {"logit_bias": {3: -1.0, 5: 0.5}, "allowed_token_ids": data.draw(few)} if data.draw(st.booleans()) else {}
-    rows = rows_of(drafts, **edits)
+    rows = make_rows(drafts, **edits)
     short = Sampler()(logits.clone(), rows)
     for row in rows:
         row.request.sampling = dataclasses.replace(row.request.sampling, is_plain=False)
@@ -91,9 +91,9 @@ def test_fast_path_equals_the_general_path(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("special", [{"temperature": 1.0}, {"logprobs": 0}])
-def test_one_special_row_takes_the_general_way(special: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_special_row_uses_the_general_path(special: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "_most_likely", lambda logits, rows: pytest.fail("the short way"))
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 9} | special)
     odd = SampleRow(Request("odd", [1, 2], 2, params, seed_key=1), Drafts([]))
-    results = Sampler()(torch.randn(2, 6), [*rows_of([[]]), odd])
+    results = Sampler()(torch.randn(2, 6), [*make_rows([[]]), odd])
     assert [len(got.token_ids) for got in results] == [1, 1]

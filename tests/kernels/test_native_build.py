@@ -37,7 +37,7 @@ class TestBuild:
         assert building.build(tmp_path / "cache") == first
         assert first.stat().st_mtime_ns == stamp
 
-    def test_of_those_that_start_together_one_compiles(self, kernels, tmp_path, caplog):
+    def test_concurrent_builds_compile_once(self, kernels, tmp_path, caplog):
         with caplog.at_level(logging.INFO), ThreadPoolExecutor(4) as pool:
             made = list(pool.map(building.build, [tmp_path / "cache"] * 4))
         assert len(set(made)) == 1
@@ -55,13 +55,13 @@ class TestBuild:
         (kernels / "native" / "simd.h").write_text("// new\n")
         assert building.build(tmp_path / "cache") != first
 
-    def test_an_error_says_what_the_compiler_said(self, kernels, tmp_path):
+    def test_a_build_error_has_the_compilers_message(self, kernels, tmp_path):
         (kernels / "op" / "native.cpp").write_text("int broken(")
         with pytest.raises(building.BuildError, match="error"):
             building.build(tmp_path / "cache")
         assert not any((tmp_path / "cache").iterdir()), "nothing half made is left"
 
-    def test_the_real_ones_have_torchs_threads(self):
+    def test_one_openmp_runtime_is_loaded(self):
         library = native.library()
         if library is None:
             pytest.skip("switched off")

@@ -58,7 +58,7 @@ def test_rms_norm_of_heads_with_their_own_weights(dtype: torch.dtype) -> None:
     close(y, x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double())
 
 
-def test_what_the_norm_does_not_serve_goes_to_torch() -> None:
+def test_unsupported_inputs_use_torch() -> None:
     assert rms_norm(torch.ones(2, 8, dtype=torch.float16), prepare(torch.ones(8), 1e-6)) is None
     assert rms_norm(torch.ones(2, 8), prepare(torch.ones(1, 8), 1e-6)) is not None
     assert norm_op.rms_norm(torch.ones(2, 8).half(), prepare(torch.ones(8).half(), 1e-6)).shape == (2, 8)
@@ -222,7 +222,7 @@ def test_positions_before_the_first_key_are_not_seen() -> None:
     close(layer.run("native")[0], layer.run("torch")[0])
 
 
-def test_what_is_not_finite_stays_with_its_row() -> None:
+def test_non_finite_inputs_stay_in_their_row() -> None:
     layer = Layer([(9, 1), (20, 2), (5, 1)], (4, 2, 32), 16, torch.float32)
     expected, _ = layer.run("native")
     layer.qkv[1, : 4 * 32] = math.nan  # queries of the first of the two tokens
@@ -245,7 +245,7 @@ def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_the_kernel_is_the_default_where_it_serves() -> None:
+def test_the_native_kernel_is_the_default_if_supported() -> None:
     spec = AttentionSpec(4, 2, 32, frozenset({None}), torch.bfloat16, torch.device("cpu"))
     assert isinstance(make_attention(spec), NativeAttention)
     assert isinstance(make_attention(spec, batch_invariant=True), NativeAttention)

@@ -127,7 +127,7 @@ def test_fast_noise_is_within_its_error_bound() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [7, 4096, WIDE])
-def test_rows_do_not_see_each_other(num_tokens: int) -> None:
+def test_noise_of_a_row_is_independent_of_the_others(num_tokens: int) -> None:
     keys = some_keys(37 if num_tokens < WIDE else 3)
     together = gumbel(keys, num_tokens)
     for row in (0, 1, len(keys) - 1):
@@ -207,7 +207,7 @@ def test_native_noise_of_the_hardest_hashes(h: int) -> None:
             assert torch.equal(got, (scores + noise).argmax(-1))
 
 
-def test_columns_with_gaps_are_for_torch() -> None:
+def test_strided_columns_use_torch() -> None:
     assert noise_native.gumbel_argmax(torch.zeros(2, 20)[:, ::2], some_keys(2)) is None
     assert torch.equal(
         gumbel_argmax(torch.zeros(1, 1).expand(2, 20), some_keys(2)), gumbel(some_keys(2), 20).argmax(-1)

@@ -27,7 +27,7 @@ from outrider.models.attention import AttentionSpec
 from outrider.models.attention.torch import split_by_length
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
-from .attention_backends import attend, hidden_keys, make_backend, unrotated, weights_of
+from .attention_backends import attend, attention_weights, hidden_keys, make_backend, unrotated
 
 BACKENDS = ["torch", "native"] if library() is not None else ["torch"]
 # float32: sums in another order. bfloat16: scores, weights and results are rounded to 8 bits.
@@ -41,7 +41,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, start: int, window: Window, sinks: Te
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(q.shape[-1])
     positions = torch.arange(start, start + q.shape[0])[:, None]
     hidden = hidden_keys(positions, k.shape[0], window)
-    return torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v)
+    return torch.einsum("hqk,khd->qhd", attention_weights(scores.masked_fill(hidden, -torch.inf), sinks), v)
 
 
 def leave_behind(kv: LayerKV, kind: str) -> None:
@@ -171,7 +171,7 @@ def test_shapes_of_a_step(name, rows, window, dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [6, 16, 64])
 @pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
-def test_an_fp8_cache_is_read_as_what_it_holds(name, dim, dtype, left, rows) -> None:
+def test_an_fp8_cache_is_attended_as_rounded(name, dim, dtype, left, rows) -> None:
     check(rows, dtype=dtype, shape=(8, 2, dim), block_size=16, left=left, name=name, cache="fp8")
 
 
@@ -179,7 +179,7 @@ def test_an_fp8_cache_is_read_as_what_it_holds(name, dim, dtype, left, rows) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [32, 576])
 @pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
-def test_keys_that_are_the_values_too(name, dim, dtype, cache) -> None:
+def test_keys_shared_with_values(name, dim, dtype, cache) -> None:
     """The heads of DeepSeek-V2 among them, which are the largest that the native kernel serves."""
     assert name != "native" or is_native(Shape(16, 1, dim), dtype, torch.device("cpu"))
     rows = [(70, 1), (3, 5), (0, 40), (130, 2)]
@@ -205,12 +205,12 @@ def test_the_native_kernel_rounds_to_fp8_as_torch_does(dtype) -> None:
         assert mine.view(torch.uint8).equal(theirs.view(torch.uint8))
 
 
-def test_an_fp8_cache_keeps_what_is_not_attentions() -> None:
+def test_an_fp8_cache_does_not_round_states() -> None:
     layers = allocate_kv([KVLayerSpec(2, 4), KVLayerSpec(1, 8, is_attention=False)], 3, 4, torch.bfloat16, "cpu", "fp8")
     assert [part.dtype for layer in layers for part in layer] == [CACHE_FLOAT8] * 2 + [torch.bfloat16] * 2
 
 
-def test_values_that_are_not_finite_do_not_reach_the_next_owner_of_a_block() -> None:
+def test_written_kv_is_made_finite() -> None:
     kv = allocate_kv([KVLayerSpec(2, 4)], 2, 4, torch.float32)[0]
     bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0]).expand(8, 2, 4)
     write_kv(bad.clone(), bad.clone(), kv, torch.arange(8))

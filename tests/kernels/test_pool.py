@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there are no native k
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_every_use_at_once(sanitizer, tmp_path):
+def test_pool_stress_under_sanitizers(sanitizer, tmp_path):
     program = tmp_path / "stress"
     command = ["g++", "-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", f"-I{KERNELS / 'native'}"]
     source = Path(__file__).with_name("pool_stress.cpp")

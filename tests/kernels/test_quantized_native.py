@@ -16,7 +16,7 @@ from outrider.kernels.lora.native import NativeRows, RowSegments
 from outrider.kernels.quantized_linear import QuantizedWeight, native
 from outrider.kernels.quantized_linear.native import NativeQuantizedLinear
 
-from .avx2_library import MACHINES, kernels_of
+from .avx2_library import MACHINES, use_kernels
 
 NF4 = [-1, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1]
 IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
@@ -29,7 +29,7 @@ KINDS = [
 @pytest.fixture(scope="module", params=MACHINES)
 def machine(request, tmp_path_factory):
     """Kernels for this machine, or for one with AVX2 alone."""
-    with kernels_of(native, request.param, tmp_path_factory.mktemp("kernels")):
+    with use_kernels(native, request.param, tmp_path_factory.mktemp("kernels")):
         yield request.param
 
 
@@ -73,7 +73,7 @@ def make(kind: str, outputs: int, inputs: int, group: int, seed: int = 0) -> Qua
     return replace(made, levels=torch.tensor(NF4 if kind == "nf4" else IQ4, dtype=torch.float32))
 
 
-def inputs_of(rows: int, width: int, seed: int = 1) -> Tensor:
+def make_inputs(rows: int, width: int, seed: int = 1) -> Tensor:
     """Inputs with outliers, and a row of zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=generator)
@@ -125,7 +125,7 @@ def test_products_are_those_of_the_dense_weight(machine, kind):
         linear = NativeQuantizedLinear([weight], bias)
         assert (linear.in_features, linear.out_features) == (width, outputs)
         for rows in (0, 1, 3, 5, 14):
-            x, residual = inputs_of(rows, width), torch.randn(rows, outputs, generator=generator).bfloat16()
+            x, residual = make_inputs(rows, width), torch.randn(rows, outputs, generator=generator).bfloat16()
             check(linear.without_bias(x), x, weight)
             check(linear(x), x, weight, bias)
             check(linear(x, residual), x, weight, bias + residual.double())
@@ -134,7 +134,7 @@ def test_products_are_those_of_the_dense_weight(machine, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_alone_has_the_same_bits_with_any_threads(machine, kind):
     weight = make(kind, 300, 1400, 64)
-    linear, x = NativeQuantizedLinear([weight], None), inputs_of(210, 1400)
+    linear, x = NativeQuantizedLinear([weight], None), make_inputs(210, 1400)
     together, before = linear(x), torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -155,7 +155,7 @@ def mixed(sizes: tuple[int, ...], width: int) -> list[QuantizedWeight]:
 
 @pytest.mark.parametrize("sizes", [(64, 128, 64, 192, 64, 8), (3, 64, 5, 70, 129, 60)], ids=str)
 def test_blocks_of_several_forms_are_one_weight(machine, sizes):
-    blocks, x, first = mixed(sizes, 130), inputs_of(9, 130), 0
+    blocks, x, first = mixed(sizes, 130), make_inputs(9, 130), 0
     bias = torch.randn(sum(sizes)).bfloat16()
     y = NativeQuantizedLinear(blocks, bias)(x)
     for block, size in zip(blocks, sizes, strict=True):
@@ -168,7 +168,7 @@ def test_blocks_of_several_forms_are_one_weight(machine, sizes):
 @pytest.mark.parametrize("num_tokens", [1, 9, 97])
 def test_adapters_are_added_by_the_same_call(machine, sizes, num_tokens):
     blocks, outputs = mixed(sizes, 320), sum(sizes)
-    linear, x = NativeQuantizedLinear(blocks, torch.randn(outputs)), inputs_of(num_tokens, 320)
+    linear, x = NativeQuantizedLinear(blocks, torch.randn(outputs)), make_inputs(num_tokens, 320)
     residual, generator = torch.randn(num_tokens, outputs).bfloat16(), torch.Generator().manual_seed(3)
     arena = torch.randn(40, 2 * 320 + outputs, generator=generator).mul_(0.2).bfloat16()
     live = np.ones((40, 2), np.uint8, order="F")
@@ -232,8 +232,8 @@ def test_inputs_within_seven_binades_are_exact(machine):
 
 
 @pytest.mark.parametrize("kind", ["int8", "w8a8", "int4", "nf4"])
-def test_what_is_not_finite_stays_in_its_row(machine, kind):
-    x = inputs_of(8, 90)
+def test_non_finite_inputs_stay_in_their_row(machine, kind):
+    x = make_inputs(8, 90)
     x[2, 5], x[4, 33] = float("nan"), float("inf")
     weight = make(kind, 66, 90, 32)
     y = NativeQuantizedLinear([replace(weight, scales=weight.scales + 0.1)], None)(x)
@@ -244,7 +244,7 @@ def test_what_is_not_finite_stays_in_its_row(machine, kind):
 
 def test_misfits_are_refused(machine):
     weight = make("int4", 66, 34, 32)
-    linear, x = NativeQuantizedLinear([weight], None), inputs_of(4, 34)
+    linear, x = NativeQuantizedLinear([weight], None), make_inputs(4, 34)
     for wrong in (x[:, :-2], x.float()):
         with pytest.raises(ValueError, match="x must be"):
             linear(wrong)
@@ -256,7 +256,7 @@ def test_misfits_are_refused(machine):
             NativeQuantizedLinear([weight], None)
 
 
-def test_other_weights_go_elsewhere(machine):
+def test_unsupported_weights_use_other_paths(machine):
     weight = make("int8", 6, 8, 8)
     assert native.is_native([weight], torch.bfloat16)
     assert not native.is_native([weight], torch.float32)

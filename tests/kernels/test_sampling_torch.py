@@ -61,7 +61,7 @@ def test_against_the_reference(case: tuple[float, int, float, float], num_tokens
         assert np.array_equal(got[row], np.where(kept, scaled[row], -np.inf))
 
 
-def test_rows_with_different_parameters_are_as_alone() -> None:
+def test_filters_are_independent_of_other_rows() -> None:
     logits = torch.randn(len(CASES) + 1, 3000) * 4
     parameters = [*CASES, (0.0, 3, 0.5, 0.5)]
     columns = [list(column) for column in zip(*parameters, strict=True)]
@@ -79,12 +79,12 @@ def test_input_is_not_changed(case: tuple[float, int, float, float]) -> None:
     assert torch.equal(logits, kept)
 
 
-def test_nothing_to_do_costs_no_copy() -> None:
+def test_neutral_filters_do_not_copy() -> None:
     logits = torch.randn(2, 50)
     assert filter_logits(logits, [1.0, 0.0], [0, 5], [1.0, 0.3], [0.0, 0.9]) is logits
 
 
-def test_greedy_rows_stay_as_they_are() -> None:
+def test_greedy_rows_are_not_filtered() -> None:
     logits = torch.randn(3, 50)
     got = filter_logits(logits, [0.0, 0.8, 1e-6], [2, 2, 2], [0.5, 0.5, 0.5], [0.5, 0.5, 0.5])
     assert torch.equal(got[[0, 2]], logits[[0, 2]])

@@ -12,7 +12,7 @@ from outrider.kernels.delta_net import torch as net_torch
 from outrider.kernels.short_convolution import native as conv_native
 from outrider.kernels.short_convolution import torch as conv_torch
 
-from .avx2_library import MACHINES, kernels_of
+from .avx2_library import MACHINES, use_kernels
 from .state_cases import ROWS, Rows, conv_definition, make_conv, make_net, net_definition
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,7 +27,7 @@ def net(request: pytest.FixtureRequest, tmp_path) -> Iterator:
     if request.param == "torch":
         yield net_torch.delta_net
     else:
-        with kernels_of(net_native, request.param, tmp_path):
+        with use_kernels(net_native, request.param, tmp_path):
             yield net_native.delta_net
 
 
@@ -37,7 +37,7 @@ def convolution(request: pytest.FixtureRequest, tmp_path) -> Iterator:
     if request.param == "torch":
         yield conv_torch.short_convolution
     else:
-        with kernels_of(conv_native, request.param, tmp_path):
+        with use_kernels(conv_native, request.param, tmp_path):
             yield conv_native.short_convolution
 
 

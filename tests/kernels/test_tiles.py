@@ -333,7 +333,7 @@ class TestChoice:
         assert not trial.prefers_native(64, 64)
         assert tiles.describe() == "not used"
 
-    def test_the_summary_says_whose_products_serve(self, monkeypatch, tmp_path, right):
+    def test_the_startup_summary_names_the_products(self, monkeypatch, tmp_path, right):
         """The head has the logits, and so the near-ties; here it alone, then every layer."""
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
         monkeypatch.setattr(trial, "_try", lambda out_features, in_features: out_features != LLAMA["vocab_size"])

@@ -29,7 +29,7 @@ from outrider.models.attention.triton import TritonAttention
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 from outrider.models.layers.norm import RMSNorm
 
-from .attention_backends import hidden_keys, make_backend, unrotated, weights_of
+from .attention_backends import attention_weights, hidden_keys, make_backend, unrotated
 
 # float32: sums in another order. float16: weights and results are rounded to 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -92,7 +92,9 @@ def dense(inputs: Inputs, window: Window = None, first_key: int = 0, sinks: Tens
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
         hidden = hidden_keys(torch.arange(start, start + count)[:, None], start + count, window)
         hidden |= torch.arange(start + count) < first_key
-        results.append(torch.einsum("hqk,khd->qhd", weights_of(scores.masked_fill(hidden, -torch.inf), sinks), v))
+        results.append(
+            torch.einsum("hqk,khd->qhd", attention_weights(scores.masked_fill(hidden, -torch.inf), sinks), v)
+        )
         token += count
     return torch.cat(results).flatten(1)
 
@@ -148,7 +150,7 @@ def test_block_sizes(device: str, block_size: int) -> None:
     check([(150, 1), (20, 70)], Shape(2, 1, 16), device, block_size=block_size)
 
 
-def test_keys_that_are_the_values_too(device: str) -> None:
+def test_keys_shared_with_values(device: str) -> None:
     shape = Shape(16, 1, 48)
     inputs = make_inputs(MIXED, shape, torch.float16, device)
     inputs = inputs._replace(past=[(k, k) for k, _ in inputs.past], kv=LayerKV(inputs.kv.k, inputs.kv.k))

@@ -54,7 +54,7 @@ def test_every_kernel_has_cases_for_every_architecture(repo_root: Path) -> None:
     assert archs == {kernel: {80, 90, 100} for kernel in launched_kernels(repo_root)}
 
 
-def test_what_spills_or_does_not_compile_is_refused(repo_root: Path) -> None:
+def test_spills_and_compile_errors_are_reported(repo_root: Path) -> None:
     code = """if True:
         import sys
         sys.path.insert(0, "tools")

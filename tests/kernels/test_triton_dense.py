@@ -84,7 +84,7 @@ def test_residual_without_a_kernel() -> None:
     assert torch.equal(added, total)
 
 
-def test_what_is_left_to_torch(device: str) -> None:
+def test_unsupported_norms_use_torch(device: str) -> None:
     weight = prepare(torch.ones(8, device=device), 1e-5)
     assert norm.serves(torch.zeros(2, 8, device=device), weight)
     assert not norm.serves(torch.zeros(2, 16, device=device), weight)

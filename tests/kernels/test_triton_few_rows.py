@@ -127,7 +127,7 @@ def test_products_of_every_number_of_tokens(name: str, dtype: torch.dtype, devic
         product.check(rows)
 
 
-def pool_of(product: Product, num_rows: int) -> Pool:
+def make_pool(product: Product, num_rows: int) -> Pool:
     """Rank rows, some of which have no weights in a slice: what is stored there must not be read."""
     pool = Pool(num_rows, product.case.inputs, product.case.sizes, product.dtype, product.device)
     pool.live[torch.rand(pool.live.shape) < 0.25] = 0
@@ -164,13 +164,13 @@ def test_adapters(name: str, mix: str, dtype: torch.dtype, device: str) -> None:
     """Several adapters among the tokens, tokens without one, an adapter in two runs, ranks 1 to 64."""
     product = Product(CASES[name], dtype, device)
     rows, segments = MIXES[mix]
-    product.check(rows, pool_of(product, 260), segments)
+    product.check(rows, make_pool(product, 260), segments)
 
 
 def test_values_that_no_shrink_has_written_are_not_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of rows without weights in a slice."""
     product = Product(CASES["slices"], torch.float32, device)
-    pool = pool_of(product, 40)
+    pool = make_pool(product, 40)
     pool.live[3:30, 1] = 0
     empty = torch.empty
 
@@ -186,7 +186,7 @@ def test_values_that_no_shrink_has_written_are_not_read(device: str, monkeypatch
 def test_a_graph_of_more_tokens_serves_a_step(name: str, device: str) -> None:
     """Tokens beyond the step's have no adapter, whatever an earlier step has left in the buffer."""
     product = Product(CASES[name], torch.float32, device)
-    pool = pool_of(product, 260)
+    pool = make_pool(product, 260)
     buffer = GroupBuffer(260, 64, pool.device)
     for mix in ("one each", "ragged", "none", "one token"):
         num_tokens, segments = MIXES[mix]
@@ -215,7 +215,7 @@ def test_products_with_large_norms_do_not_overflow(has_adapters: bool, device: s
     plain = product.inputs
     product.inputs = lambda rows: (plain(rows)[0] * 4000, plain(rows)[1])  # type: ignore[method-assign]
     assert product.inputs(9)[0].isfinite().all()
-    product.check(9, *((pool_of(product, 130), [(1, 4, range(20)), (5, 6, range(30, 39))]) if has_adapters else ()))
+    product.check(9, *((make_pool(product, 130), [(1, 4, range(20)), (5, 6, range(30, 39))]) if has_adapters else ()))
 
 
 @pytest.mark.parametrize("peak", [1e-4, 1.0, 1.5, 300.0])
@@ -228,7 +228,7 @@ def test_the_unit_of_a_norm(peak: float) -> None:
 def test_numbers_of_tokens_and_adapters_do_not_specialise_kernels(device: str) -> None:
     """A GPU would compile another kernel in the step that needs it."""
     product = Product(CASES["parts"], torch.float32, device)
-    pool = pool_of(product, 260)
+    pool = make_pool(product, 260)
     kinds = []
     for rows in range(1, FEW_TOKENS + 1):
         segments = [(token, token + 1, range(16 * token, 16 * token + rows)) for token in range(rows)]

@@ -111,7 +111,7 @@ def test_more_tokens_are_multiplied_by_the_library(scale: float, calls: list[tup
         assert (scales.shape, factors.shape) == ((rows, 1), (1, OUTPUTS))
 
 
-def test_one_scale_of_all_inputs_and_one_of_all_outputs_are_numbers(calls: list[tuple[Tensor, ...]]) -> None:
+def test_scalar_scales_are_passed_as_numbers(calls: list[tuple[Tensor, ...]]) -> None:
     weight = make(0.013)
     weight = replace(weight, scales=torch.full((OUTPUTS, 1), 0.004))
     x = torch.randn(20, INPUTS).bfloat16()
@@ -150,7 +150,7 @@ def test_blocks_that_round_and_others(calls: list[tuple[Tensor, ...]]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in divide")  # bfloat16's largest, of the interpreter
-def test_numbers_are_the_nearest_and_what_is_not_finite_stays_so(calls: list[tuple[Tensor, ...]]) -> None:
+def test_inputs_are_rounded_to_nearest_and_keep_nan(calls: list[tuple[Tensor, ...]]) -> None:
     """All bfloat16 numbers with a fixed scale, as torch rounds them; a row of zeros, and one with a NaN."""
     every = torch.arange(1 << 16).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]

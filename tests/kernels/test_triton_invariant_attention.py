@@ -103,21 +103,21 @@ def test_a_float8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(attend(chunks, cache="fp8")[0], whole[start:stop])
 
 
-def test_tiles_that_keep_a_gpu_busy_have_no_parts() -> None:
+def test_busy_gpus_do_not_split_keys() -> None:
     """Else the parts of 256 rows of 8 tokens would take half a GiB of the memory of graphs."""
     planner = Planner(Shape(32, 8, 128), 2, Gpu(132, 90), invariant=True)
     splits = [planner.reserve(Capacity(rows, 4, 4 * rows, 9)).groups[0].num_splits for rows in (1, 65, 66, 256)]
     assert splits == [schedule.INVARIANT_SPLITS] * 2 + [1] * 2
 
 
-def test_the_ordinary_kernel_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ordinary_kernel_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches above distinguish them."""
     monkeypatch.setattr("outrider.kernels.paged_attention.triton.WHOLE_KEYS", 0)
     monkeypatch.setattr("outrider.kernels.paged_attention.triton.MIN_SPLIT_KEYS", 64)
     assert differing(Attend(monkeypatch, TritonAttention, torch.float32), None) > 2
 
 
-def test_the_bits_show_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_depend_on_unit_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other boundaries give other bits."""
     attend = Attend(monkeypatch, TritonInvariantAttention, torch.float32)
     monkeypatch.setattr(invariant, "UNIT_KEYS", 32)

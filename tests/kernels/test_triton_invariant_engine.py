@@ -214,7 +214,7 @@ def test_batch_with_drafts_is_invariant(make_texts: Callable[..., Texts], alone:
     assert said(texts([2])) == alone[2:]
 
 
-def test_a_batch_in_graphs_says_the_same(
+def test_a_batch_in_graphs_equals_alone(
     make_texts: Callable[..., Texts], alone: list[Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = PassLimits(4, 64, max_tokens=16, max_drafts=2, graphs_per_shape=2)

@@ -55,6 +55,6 @@ def test_a_token_has_the_same_bits_in_every_step(sizes: list[int], dtype: torch.
     assert differing(Pool(40, 1100, sizes, dtype, "cpu"), invariant=True) == 0
 
 
-def test_the_ordinary_path_has_not() -> None:
+def test_the_ordinary_path_depends_on_the_batch() -> None:
     """The steps above distinguish them."""
     assert differing(Pool(40, 1100, [24, 8, 8], torch.float32, "cpu"), invariant=False) > 2

@@ -60,7 +60,7 @@ def test_the_order_of_sums_is_that_of_the_parts(device: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_packed_for_a_gpu_every_product_is_this_one(
+def test_invariant_packing_is_used_for_every_product(
     dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that of weights used once, as adapters'; and norms and activations of a row, in any batch."""

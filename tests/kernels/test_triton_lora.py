@@ -87,7 +87,7 @@ def test_ragged_ranks_of_scattered_rows(dtype: torch.dtype, device: str) -> None
     pool.check(token + 2, segments)
 
 
-def test_tokens_of_the_base_stay_as_they_are(device: str) -> None:
+def test_base_tokens_are_unchanged(device: str) -> None:
     pool = Pool(8, 16, [24], torch.float32, device)
     x, y = torch.randn(6, 16, device=device), torch.randn(6, 24, device=device)
     before = y.clone()
@@ -328,7 +328,7 @@ def _splits_kernel(out, features, num_units, units, most, block):
     tl.store(out + 1, chunk)
 
 
-def splits_of(features: int, num_units: int, device: str) -> tuple[int, int]:
+def plan_splits(features: int, num_units: int, device: str) -> tuple[int, int]:
     """(parts of the sums, inputs of a part) of a shrink with so many units of work before they are split."""
     out = torch.zeros(2, dtype=torch.int32, device=device)
     _splits_kernel[(1,)](out, features, num_units, 512, max(1, min(MAX_SPLITS, features // 256)), 256)
@@ -336,19 +336,19 @@ def splits_of(features: int, num_units: int, device: str) -> tuple[int, int]:
 
 
 def test_splits_keep_large_devices_busy_and_sums_long(device: str) -> None:
-    assert splits_of(4096, 3, device) == (MAX_SPLITS, 256)
-    assert splits_of(4096, 4, device) == (MAX_SPLITS, 256)  # one adapter with 64 tokens
-    assert splits_of(4096, 64, device) == (8, 512)  # 64 adapters with one token each
-    assert splits_of(4096, 512, device) == (1, 4096)
-    assert splits_of(512, 1, device) == (2, 256)
-    assert splits_of(100, 1, device) == (1, 256)
+    assert plan_splits(4096, 3, device) == (MAX_SPLITS, 256)
+    assert plan_splits(4096, 4, device) == (MAX_SPLITS, 256)  # one adapter with 64 tokens
+    assert plan_splits(4096, 64, device) == (8, 512)  # 64 adapters with one token each
+    assert plan_splits(4096, 512, device) == (1, 4096)
+    assert plan_splits(512, 1, device) == (2, 256)
+    assert plan_splits(100, 1, device) == (1, 256)
 
 
 @pytest.mark.parametrize("in_features", [100, 896, 1100, 8960, 11008, 14336, 18944])
 @pytest.mark.parametrize("num_units", [1, 8, 64, 500])
 def test_no_split_is_empty(in_features: int, num_units: int, device: str) -> None:
     """An unrolled loop that starts behind its end runs once too often on a GPU; the interpreter does not show it."""
-    splits, chunk = splits_of(in_features, num_units, device)
+    splits, chunk = plan_splits(in_features, num_units, device)
     assert (splits - 1) * chunk < in_features <= splits * chunk
 
 

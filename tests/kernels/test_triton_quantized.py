@@ -14,7 +14,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider.kernels.quantized_linear import QuantizedWeight, device_linear
-from outrider.kernels.quantized_linear.device_linear import DENSE_TOKENS, TritonQuantizedLinear, is_served, shape_of
+from outrider.kernels.quantized_linear.device_linear import (
+    DENSE_TOKENS,
+    TritonQuantizedLinear,
+    is_served,
+    num_parts,
+    shape_of,
+)
 from outrider.kernels.quantized_linear.device_weight import join
 from outrider.kernels.quantized_linear.triton import default_config
 from outrider.kernels.tuning import Configs, using
@@ -180,6 +186,22 @@ def test_parts_are_one_launch_and_leave_no_trace(
     assert not packed.device_weights[0].arrivals.any()
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tile", "expected"),
+    [
+        (28672, 4096, 64, 1),  # the sums of 7 parts, which would fill each round, are 103 MB; the codes 59
+        (28672, 4096, 8, 2),  # 896 programs alone leave more than half of the device idle
+        (4096, 4096, 8, 8),
+        (4096, 4096, 64, 5),  # 8 fill the device better, and have 17 MB of sums, twice the codes
+        (4096, 14336, 64, 7),
+    ],
+)
+def test_parts_are_worth_their_sums(outputs: int, inputs: int, tile: int, expected: int) -> None:
+    (small,) = join([make("int4", 16, 256)], torch.bfloat16)
+    stored = replace(small, codes=torch.empty(outputs, inputs // 2, dtype=torch.uint8, device="meta"), inputs=inputs)
+    assert num_parts(stored, default_config(tile, 4, 2), tile) == expected
+
+
 @pytest.mark.parametrize(("kind", "inputs"), [("int4", 8512), ("block8", 4256)])
 def test_parts_without_inputs_read_no_scales(
     kind: str, inputs: int, device: str, monkeypatch: pytest.MonkeyPatch
@@ -270,7 +292,7 @@ def test_ends_of_the_range(device: str) -> None:
         check(y[:, row], expected[:, row], TOLERANCE[torch.float16])
 
 
-def test_what_is_held_and_what_is_served(device: str) -> None:
+def test_packed_bytes_and_unsupported_shapes(device: str) -> None:
     weight = make("centred", 256, 1024)
     weight = replace(weight, group=128, scales=torch.rand(256, 8))
     weight = replace(weight, offsets=-8 * weight.scales)

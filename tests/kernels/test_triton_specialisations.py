@@ -74,7 +74,7 @@ def quantized_weights() -> list[TritonQuantizedLinear]:
 
 
 def attention(size: int) -> None:
-    """So many rows that decode, and, of another step, a prompt of so many tokens among them."""
+    """A step of `size` decodes, and another that also has a prompt."""
     planner = Planner(Shape(HEADS, KV_HEADS, DIM), 4, Gpu(132, 90), num_splits=4)
     for lengths in ([1] * size, [1, 2, 100 + size]):
         lens = np.array(lengths, dtype=np.int64)

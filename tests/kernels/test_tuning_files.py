@@ -21,7 +21,7 @@ A100 = DeviceName("NVIDIA A100-SXM4-80GB", (8, 0))
 NORM, OTHER = RMSNormConfig(4, 16), RMSNormConfig(1, 8)
 
 
-def values_of(kind: type[KernelConfig]) -> st.SearchStrategy[KernelConfig]:
+def config_values(kind: type[KernelConfig]) -> st.SearchStrategy[KernelConfig]:
     fields = {}
     for field in dataclasses.fields(kind):
         values = range(field.metadata["least"], field.metadata["most"] + 1)
@@ -31,12 +31,12 @@ def values_of(kind: type[KernelConfig]) -> st.SearchStrategy[KernelConfig]:
     return st.builds(kind, **fields)
 
 
-def entries_of(kernel: str) -> st.SearchStrategy[dict]:
+def config_entries(kernel: str) -> st.SearchStrategy[dict]:
     kind = KINDS[kernel]
     shapes = st.tuples(*(st.integers(0, 1 << 20) for _ in kind.shape)).map(lambda shape: (kernel, shape))
     micros = st.floats(0, 1e9, allow_nan=False)
     times = st.dictionaries(st.text(max_size=20), st.builds(Times, micros, micros), max_size=3)
-    return st.dictionaries(shapes, st.builds(ConfigEntry, values_of(kind), times), max_size=4)
+    return st.dictionaries(shapes, st.builds(ConfigEntry, config_values(kind), times), max_size=4)
 
 
 FILES = st.builds(
@@ -44,12 +44,12 @@ FILES = st.builds(
     st.builds(DeviceName, st.text(max_size=40), st.tuples(st.integers(0, 20), st.integers(0, 9))),
     st.text(max_size=10),
     st.dates().map(str),
-    st.sampled_from(sorted(KINDS)).flatmap(entries_of),
+    st.sampled_from(sorted(KINDS)).flatmap(config_entries),
 )
 
 
 @given(FILES)
-def test_what_is_written_is_read_again(file: ConfigFile) -> None:
+def test_written_files_are_parsed_back(file: ConfigFile) -> None:
     assert parse_configs(file.to_json(), "x") == file
 
 
@@ -71,7 +71,7 @@ def changed(change: Callable[[dict], object]) -> str:
     return json.dumps(data)
 
 
-def norm_of(data: dict) -> dict:
+def norm_entry(data: dict) -> dict:
     return data["kernels"]["rms_norm"][0]
 
 
@@ -90,30 +90,30 @@ def norm_of(data: dict) -> dict:
         (changed(lambda data: data["kernels"].update(conv=[])), "kernels.conv: no such kernel; there are attention"),
         (changed(lambda data: data["kernels"].update(act_and_mul={})), "kernels.act_and_mul: must be a list, got dict"),
         (
-            changed(lambda data: norm_of(data)["shape"].update(width="8")),
+            changed(lambda data: norm_entry(data)["shape"].update(width="8")),
             "kernels.rms_norm[0].shape.width: must be an integer of at least 0, got '8'",
         ),
-        (changed(lambda data: norm_of(data)["shape"].update(x=1)), "kernels.rms_norm[0].shape.x: unknown field"),
+        (changed(lambda data: norm_entry(data)["shape"].update(x=1)), "kernels.rms_norm[0].shape.x: unknown field"),
         (
-            changed(lambda data: norm_of(data)["config"].update(num_warps=3)),
+            changed(lambda data: norm_entry(data)["config"].update(num_warps=3)),
             "kernels.rms_norm[0].config.num_warps: must be a power of two from 1 to 32, got 3",
         ),
         (
-            changed(lambda data: norm_of(data)["config"].update(rows=True)),
+            changed(lambda data: norm_entry(data)["config"].update(rows=True)),
             "kernels.rms_norm[0].config.rows: must be a power of two from 1 to 128, got True",
         ),
-        (changed(lambda data: norm_of(data)["config"].pop("rows")), "kernels.rms_norm[0].config.rows: is missing"),
+        (changed(lambda data: norm_entry(data)["config"].pop("rows")), "kernels.rms_norm[0].config.rows: is missing"),
         (
-            changed(lambda data: data["kernels"]["rms_norm"].append(norm_of(data))),
+            changed(lambda data: data["kernels"]["rms_norm"].append(norm_entry(data))),
             "kernels.rms_norm[1].shape: stands there twice",
         ),
         (
-            changed(lambda data: norm_of(data)["microseconds"]["w"].update(tuned=-1)),
+            changed(lambda data: norm_entry(data)["microseconds"]["w"].update(tuned=-1)),
             "kernels.rms_norm[0].microseconds.w.tuned: must be a number of at least 0, got -1",
         ),
     ],
 )
-def test_what_is_broken_is_refused_by_file_and_field(text: str, message: str) -> None:
+def test_invalid_files_are_refused_by_file_and_field(text: str, message: str) -> None:
     with pytest.raises(KernelConfigError) as raised:
         parse_configs(text, "h.json")
     assert str(raised.value).startswith(f"h.json: {message}")

@@ -81,7 +81,7 @@ class Spy:
         return launch
 
 
-def job_of(kernel: str) -> Job:
+def find_job(kernel: str) -> Job:
     return next(job for job in JOBS if job.kernel == kernel)
 
 
@@ -115,7 +115,7 @@ def test_every_config_gives_the_defaults_results(job: Job, device: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_config_changes_the_launch(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name = KERNELS[kernel]
-    job, space = job_of(kernel), SPACES[kernel]
+    job, space = find_job(kernel), SPACES[kernel]
     monkeypatch.setattr(workloads, "describe_gpu", lambda device: Gpu(16, 90))
     monkeypatch.setattr(device_rows, "_num_programs", lambda device, per_processor: per_processor)
     base = space.default(job.shape, 90)
@@ -157,7 +157,7 @@ def changes(base: KernelConfig) -> Iterator[KernelConfig]:
 
 
 def test_shapes_without_a_config_use_the_default_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of("act_and_mul")
+    job = find_job("act_and_mul")
     spy = Spy(silu._act_and_mul_kernel)
     monkeypatch.setattr(silu, "_act_and_mul_kernel", spy)
     with using(Configs({("act_and_mul", (1 << 20, 2)): SPACES["act_and_mul"].default((1 << 20, 2), 90)})):

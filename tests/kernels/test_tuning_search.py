@@ -43,7 +43,7 @@ class FakeTimer:
         return self._price(config)
 
 
-def job_of(kernel: str, sizes: WorkSizes = SIZES) -> Job:
+def find_job(kernel: str, sizes: WorkSizes = SIZES) -> Job:
     return next(job for job in make_jobs(TINY, sizes) if job.kernel == kernel)
 
 
@@ -53,7 +53,7 @@ def search(job: Job, price: Price, device: str, space: Space | None = None) -> t
     return Searcher(torch.device(device), 90, timer, spaces).search(job, {}), timer
 
 
-def default_of(job: Job) -> KernelConfig:
+def default_config(job: Job) -> KernelConfig:
     return SPACES[job.kernel].default(job.shape, 90)
 
 
@@ -63,7 +63,7 @@ def gain(found: Found) -> float:
 
 
 def test_the_fastest_is_found_and_every_candidate_was_timed(device: str) -> None:
-    job = job_of("rms_norm")
+    job = find_job("rms_norm")
     best = RMSNormConfig(8, 8)
     found, timer = search(job, lambda config: 1e-6 if config == best else 2e-6, device)
     assert found.entry.config == best
@@ -77,13 +77,13 @@ def test_search_starts_from_the_previous_groups_best(device: str) -> None:
     def price(config: NoiseArgmaxConfig) -> float:
         return 1.0 - 0.3 * (config.block == 512) - 0.3 * (config.programs == 2048)
 
-    found, _ = search(job_of("noise_argmax"), price, device)
+    found, _ = search(find_job("noise_argmax"), price, device)
     assert (found.entry.config.block, found.entry.config.programs) == (512, 2048)
 
 
 def test_a_little_faster_is_not_taken(device: str) -> None:
-    found, _ = search(job_of("rms_norm"), lambda config: 1.0 if config.num_warps == 1 else 1.01, device)
-    assert found.entry.config == default_of(found.job)
+    found, _ = search(find_job("rms_norm"), lambda config: 1.0 if config.num_warps == 1 else 1.01, device)
+    assert found.entry.config == default_config(found.job)
     assert gain(found) == 1
 
 
@@ -96,13 +96,13 @@ def test_luck_does_not_last(device: str) -> None:
         seen.add(config)
         return 0.5 if lucky else 1.0
 
-    found, _ = search(job_of("rms_norm"), price, device)
-    assert found.entry.config == default_of(found.job)
+    found, _ = search(find_job("rms_norm"), price, device)
+    assert found.entry.config == default_config(found.job)
 
 
 def test_works_are_weighed_by_ratio(device: str) -> None:
     """Half the time of a short work outweighs a little more of a long one."""
-    job = job_of("rms_norm", SIZES._replace(rows=(1, 3)))
+    job = find_job("rms_norm", SIZES._replace(rows=(1, 3)))
 
     def seconds(run: Run) -> float:
         is_other = configs_of(torch.device(device)).get(RMSNormConfig(1, 4), *job.shape).num_warps == 1
@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_passed_over(device: str, error: Exception) -> None
             raise error
         return 1.0 / config.num_warps
 
-    found, _ = search(job_of("rms_norm"), price, device)
+    found, _ = search(find_job("rms_norm"), price, device)
     assert found.entry.config.num_warps == 8
     assert {config.num_warps for config in found.refused} == {1}
     assert all(reason.startswith(type(error).__name__) for reason in found.refused.values())
@@ -135,7 +135,7 @@ def test_other_errors_are_not_hidden(device: str) -> None:
         return 1.0
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        search(job_of("rms_norm"), price, device)
+        search(find_job("rms_norm"), price, device)
 
 
 def test_wrong_results_do_not_count(device: str) -> None:
@@ -186,21 +186,21 @@ class Clock:
 
 
 def tuned_file(tmp_path: Path, device: str, clock: Clock) -> tuple[list[Found], bool]:
-    jobs = [job_of("rms_norm"), job_of("act_and_mul")]
+    jobs = [find_job("rms_norm"), find_job("act_and_mul")]
     path = tmp_path / "device.json"
     file = read_configs(path) if path.exists() else ConfigFile(DeviceName("Test", (9, 0)), "3.6.0", "2026-01-31")
     done: list[Found] = []
 
     def seconds(run: Run) -> float:
         configs = configs_of(torch.device(device))
-        norm, silu = (configs.get(default_of(job), *job.shape) for job in jobs)
+        norm, silu = (configs.get(default_config(job), *job.shape) for job in jobs)
         return 1.0 / norm.num_warps + 1.0 / silu.num_warps
 
     searcher = Searcher(torch.device(device), 90, seconds, has_time=clock.has_time)
     return done, tune(jobs, searcher, file, path, done.append)
 
 
-def test_a_run_that_was_cut_goes_on(tmp_path: Path, device: str) -> None:
+def test_an_interrupted_search_continues(tmp_path: Path, device: str) -> None:
     first, whole = tuned_file(tmp_path, device, Clock(30))
     assert [found.job.kernel for found in first] == ["rms_norm"]
     assert not whole
@@ -222,7 +222,7 @@ def test_found_configs_are_used_during_the_search(device: str) -> None:
         seen.append(configs_of(torch.device(device)).get(RMSNormConfig(1, 1), 64, 2))
         return 1.0
 
-    Searcher(torch.device(device), 90, seconds).search(job_of("act_and_mul"), {("rms_norm", (64, 2)): norm})
+    Searcher(torch.device(device), 90, seconds).search(find_job("act_and_mul"), {("rms_norm", (64, 2)): norm})
     assert set(seen) == {norm}
 
 

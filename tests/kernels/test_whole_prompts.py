@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from outrider.kernels.paged_attention import CACHE_FLOAT8, AttentionOptions, Chunks, LayerKV, Shape, WholeRow, Window
 from outrider.kernels.paged_attention import device_step as steps
 from outrider.kernels.paged_attention.device_step import DeviceStep
-from outrider.kernels.paged_attention.prompt_trial import MARGIN, prefers_torch, wins
+from outrider.kernels.paged_attention.prompt_trial import MARGIN, min_fused_tokens, shortest_win, wins
 from outrider.kernels.paged_attention.schedule import Capacity, Planner
 from outrider.kernels.paged_attention.whole_prompts import can_serve, find_whole_prompts
 from outrider.kernels.rope import Rotation
@@ -66,7 +66,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 def make_step(
     inputs: Inputs, shape: Shape = LLAMA, *, fuses: bool, first_key: int = 0, **options: object
 ) -> DeviceStep:
-    planner = replace(Planner(shape, inputs.q.dtype.itemsize, GPU, 1), fuses_prompts=fuses, **options)
+    least = 1 if fuses else None
+    planner = replace(Planner(shape, inputs.q.dtype.itemsize, GPU, 1), min_fused_tokens=least, **options)
     return DeviceStep(planner, inputs.q.dtype, inputs.block_size, inputs.rows, inputs.q.device, first_key)
 
 
@@ -118,7 +119,7 @@ def test_prompts_are_attended_to_as_defined(device: str, launches: Launches) -> 
     assert sum(launches.calls.values()) == 2
 
 
-def test_what_is_not_finite_is_hidden_as_in_the_cache(device: str) -> None:
+def test_non_finite_keys_are_hidden_as_in_the_cache(device: str) -> None:
     inputs = make_inputs([(0, 40)], LLAMA, torch.float32, device)
     results = []
     for fuses in (False, True):
@@ -144,7 +145,7 @@ def test_sinks_and_compressed_caches_stay_with_the_kernels(device: str, launches
 def test_reserved_steps_stay_with_the_kernels(device: str, launches: Launches) -> None:
     """A captured graph serves rows with cached keys too."""
     inputs = make_inputs([(0, 30)], LLAMA, torch.float32, device)
-    planner = Planner(LLAMA, 4, GPU, 1, fuses_prompts=True)
+    planner = Planner(LLAMA, 4, GPU, 1, min_fused_tokens=1)
     step = DeviceStep(planner, torch.float32, 16, Capacity(1, 1, 30, 2, has_long=True), torch.device(device))
     step.refill(inputs.rows)
     qkv = torch.cat((inputs.q, inputs.k, inputs.v), 1).flatten(1)
@@ -155,11 +156,12 @@ def test_reserved_steps_stay_with_the_kernels(device: str, launches: Launches) -
 
 def test_calls_are_runs_of_rows_of_one_length() -> None:
     rows = make_inputs([(0, 20), (5, 1), (0, 20), (0, 20), (0, 25), (0, 20)], Shape(1, 1, 2), torch.float32, "cpu").rows
-    found = find_whole_prompts(rows, 16, 0)
+    found = find_whole_prompts(rows, 16, 0, 20)
     assert found is not None
     assert found.calls == [(0, 1, 20), (21, 2, 20), (61, 1, 25), (86, 1, 20)]
     assert found.longest == 25
-    assert find_whole_prompts(rows, 30, 0) is None
+    assert find_whole_prompts(rows, 16, 0, 21) is None, "four prompts are shorter"
+    assert find_whole_prompts(rows, 30, 0, 1) is None
 
 
 def test_models_that_torch_cannot_serve() -> None:
@@ -174,19 +176,34 @@ def test_the_faster_one_is_chosen(device: str, launches: Launches, ratio: float,
     """Both run, and torch must be faster by more than times vary."""
     runs = []
 
-    def seconds_of(work: Callable[[], object]) -> float:
+    def count_seconds(work: Callable[[], object]) -> float:
         work()
         runs.append(sum(launches.calls.values()))
         return ratio if len(runs) == 2 else 1.0
 
     planner = Planner(LLAMA, 4, GPU, 1)
-    assert wins(planner, torch.float32, torch.device(device), seconds_of, tokens=40) == expected
+    assert wins(planner, torch.float32, torch.device(device), count_seconds, tokens=40) == expected
     assert runs == [0, 1]
+
+
+@pytest.mark.parametrize(("won", "expected"), [(0, None), (1, 60), (2, 40), (3, 20)])
+def test_torch_serves_the_lengths_at_which_it_wins(device: str, won: int, expected: int | None) -> None:
+    """The kernels have the shorter ones, and what is not tried any more."""
+    runs = []
+
+    def seconds_of(work: Callable[[], object]) -> float:
+        runs.append(work)
+        return 0.5 if len(runs) % 2 == 0 and len(runs) <= 2 * won else 1.0
+
+    planner = Planner(LLAMA, 4, GPU, 1)
+    found = shortest_win(planner, torch.float32, torch.device(device), seconds_of, lengths=(60, 40, 20))
+    assert found == expected
+    assert len(runs) == 2 * min(won + 1, 3)
 
 
 def test_nothing_is_tried_without_need() -> None:
     cpu = torch.device("cpu")
-    assert not prefers_torch(Planner(LLAMA, 2, GPU), torch.bfloat16, cpu)
+    assert min_fused_tokens(Planner(LLAMA, 2, GPU), torch.bfloat16, cpu) is None
     cuda = torch.device("cuda")  # these are decided without a look at the device
-    assert not prefers_torch(Planner(LLAMA, 2, GPU, invariant=True), torch.bfloat16, cuda)
-    assert not prefers_torch(Planner(LLAMA, 4, GPU), torch.float32, cuda)
+    assert min_fused_tokens(Planner(LLAMA, 2, GPU, invariant=True), torch.bfloat16, cuda) is None
+    assert min_fused_tokens(Planner(LLAMA, 4, GPU), torch.float32, cuda) is None

@@ -2,9 +2,12 @@
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+
+import outrider
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,11 +57,15 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
-def test_unreleased_changes_are_for_users() -> None:
+def test_the_changelog_is_short_and_has_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    unreleased = re.split(r"^## ", text, flags=re.MULTILINE)[1]
+    _, unreleased, latest, *_ = re.split(r"^## ", text, flags=re.MULTILINE)
     assert unreleased.startswith("[Unreleased]")
-    assert len(unreleased.splitlines()) <= 60
+    assert len(unreleased.splitlines()) <= 20
+    assert re.match(rf"\[{re.escape(outrider.__version__)}\] - 20\d\d-\d\d-\d\d\n", latest)
+    assert len(latest.splitlines()) <= 70
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+    assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dynamic"]
 
 
 def test_all_pages_are_in_the_navigation() -> None:

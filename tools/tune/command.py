@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = f"""\
 Search the block sizes, warps, stages and splits of the Triton kernels for the shapes of a model, on this machine's
-GPU. Each candidate must give the default's results, and is taken where it is at least 2% faster.
+GPU. Each candidate must give the default's results, and is taken if it is at least 2% faster.
 
 One JSON file a device is written, after each shape; the same command continues an interrupted search. Use the file with
 `outrider serve --kernel-configs DIR`, or with the variable {VARIABLE}.

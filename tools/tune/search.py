@@ -71,7 +71,7 @@ class OutOfTimeError(Exception):
 
 
 def seconds_on_gpu(run: Callable[[], object]) -> float:
-    """Median time of a run with a cold cache. The run is replayed from a graph where it can be captured: the host needs
+    """Median time of a run with a cold cache. The run is replayed from a graph if it can be captured: the host needs
     longer to launch a small kernel than the device to run it."""
     work = run
     try:

@@ -63,7 +63,7 @@ def error_info(error: BaseException) -> ErrorInfo:
 
 
 class EngineLoop:
-    """Serves one client until it says stop. Errors of single requests and calls are answered; an error in a step ends
+    """Serve one client until it sends stop. Errors of single requests and calls are answered; an error in a step ends
     the loop."""
 
     def __init__(self, engine: Engine, link: EngineLink) -> None:

@@ -10,14 +10,15 @@ Every run of the engine process has a link of its own, so nothing from an earlie
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
+from collections.abc import Callable
 from inspect import signature
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from ...core.adapter_verbs import VERBS as ADAPTER_VERBS
 from ...core.adapter_verbs import AdapterVerbs, Info, Infos, Nothing
@@ -222,7 +223,11 @@ def _open(context: zmq.Context[Any], linger_ms: int) -> Any:
 
 
 class ClientLink:
-    """The API process's end. Owns the folder of the socket; belongs to the event loop it is used in."""
+    """The API process's end. Owns the folder of the socket; belongs to the event loop it is used in.
+
+    The loop watches the socket's descriptor. `zmq.asyncio` takes twice the time for each message, of which a step sends
+    one: 130 instead of 62 us of CPU time on a Xeon.
+    """
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="outrider-")  # mode 0700
@@ -232,8 +237,10 @@ class ClientLink:
         # The process's own context, which is never terminated: ending one waits for its sockets, and when the garbage
         # collector frees a link that was not closed, it would wait for ever.
         self._socket: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that calls `_receive`
+        self._on_message: Callable[[Message], None] = lambda message: None
         try:
-            self._socket = _open(zmq.asyncio.Context.instance(), linger_ms=0)
+            self._socket = _open(zmq.Context.instance(), linger_ms=0)
             self._socket.bind(f"ipc://{self.folder}/link")
         except BaseException:
             self.close()
@@ -250,16 +257,37 @@ class ClientLink:
             content = encode(message)
         except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
-        sent = self._socket.send(content, flags=zmq.NOBLOCK)  # a future that is done: NOBLOCK
-        if sent.exception() is not None:
-            raise EngineDeadError("the engine process is gone")
+        try:
+            self._socket.send(content, flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise EngineDeadError("the engine process is gone") from error
+        if self._loop is not None:  # sending may consume the descriptor's signal of a message that has arrived
+            self._loop.call_soon(self._receive)
 
-    async def receive(self) -> Message:
-        """Wait for the next message."""
-        return decode(await self._socket.recv())
+    def listen(self, on_message: Callable[[Message], None]) -> None:
+        """Call `on_message` in this event loop for each message from now on, those that have arrived included."""
+        self._on_message, self._loop = on_message, asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.get(zmq.FD), self._receive)
+        self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Receive all that is there: the descriptor is readable again only after that."""
+        while self._loop is not None:
+            try:
+                content = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._on_message(decode(content))
+            except BaseException:
+                self._loop.call_soon(self._receive)  # the others
+                raise
 
     def close(self) -> None:
         """Close the socket and remove its folder; unsent messages are dropped."""
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._socket.get(zmq.FD))
         if self._socket is not None:
             self._socket.close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -108,9 +108,10 @@ class EngineProcess:
             *(sys.executable, "-P", "-m", module), stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(content)  # and left open: its end tells the engine process that we are gone
+        self._process.stdin.write(content)  # and left open: its end means to the engine process that we are gone
         died = asyncio.create_task(self._wait_for_death())
-        self._tasks = [asyncio.create_task(self._read()), died]
+        self._link.listen(self._handle)
+        self._tasks = [died]
         first: set[asyncio.Future[Any]] = {self._ready, died}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not self._ready.done():
@@ -131,10 +132,6 @@ class EngineProcess:
             return f"killed by {signal.Signals(-code).name}"
         return f"exit status {code}"
 
-    async def _read(self) -> None:
-        while True:
-            self._handle(await self._link.receive())
-
     def _handle(self, message: Message) -> None:
         if isinstance(message, Deltas):
             self._on_deltas(message.deltas)
@@ -153,7 +150,7 @@ class EngineProcess:
         assert self._process is not None
         await self._process.wait()
         if self._last_words is None:
-            # The reader takes what is still there; it runs while we wait.
+            # What is still there is received while we wait.
             await asyncio.sleep(_LAST_WORDS_MS / 1000)
         reason = self._last_words.message if self._last_words is not None else self._exit_status()
         self._dead = EngineDeadError(f"the engine process died: {reason}")
@@ -190,7 +187,7 @@ class EngineProcess:
 
     async def died(self) -> OutriderError:
         """Wait for the process to end; returns why."""
-        return await asyncio.shield(self._tasks[1])
+        return await asyncio.shield(self._tasks[0])
 
     def send(self, message: Message) -> None:
         """Send a message; see `ClientLink.send`."""

@@ -79,7 +79,7 @@ class TokenDecoder:
         return self._new_in(self._decode(self._context + self._held)) if self._held else ""
 
     def _new_in(self, after: str) -> str:
-        """The text of the tokens held. Where the text given out is no part of the whole any more, theirs alone.
+        """The text of the tokens held. If the text given out is no part of the whole any more, theirs alone.
 
         Byte fallback does this: a byte that is not UTF-8 turns the whole run of bytes before it into U+FFFD.
         """

@@ -180,7 +180,7 @@ class PrefixCache:
             self.num_hits += num_found
 
     def plan(self, rows: Sequence[RowPlan]) -> None:
-        """Plan what the rows of a step read and write beside KV blocks."""
+        """Plan what the rows of a step read and write in addition to KV blocks."""
         if self._states is not None:
             self._states.plan(rows)
 

@@ -66,7 +66,7 @@ class SnapshotPool:
                 self._free.append(slot)
 
     def forget(self, digest: bytes) -> None:
-        """Free the slot of a hash, if it has one, once nobody has pinned it."""
+        """Free the slot of a hash, if it has one, once it is not pinned."""
         slot = self._slot_of.pop(digest, None)
         if slot is None:
             return

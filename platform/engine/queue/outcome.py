@@ -43,7 +43,7 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
         delta.num_draft_tokens, delta.num_accepted = row.num_drafts, min(got.num_accepted, kept)
     if request.speculation_totals is not None and not row.is_forced:
         for counts in (request.speculation, request.speculation_totals):
-            counts.count(row.num_drafts, delta.num_accepted, drafter)
+            counts.count(row.num_drafts, delta.num_accepted, drafter, kept)
     if got.logprobs is not None:
         delta.logprobs = got.logprobs[:kept]
     if first:

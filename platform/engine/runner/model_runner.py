@@ -166,7 +166,8 @@ class ModelRunner:
             if proposals is None:
                 offsets = accumulate((row.num_tokens for row in plan.rows), initial=0)
                 parts = zip(plan.rows, result.rows, launched.block_tables, offsets, strict=False)
-                proposals = self._draft([_draft_row(*part) for part in parts], TargetOutput(*queued.output))
+                is_rated = self._policy is not None and self._policy.reads_confidence
+                proposals = self._draft([_draft_row(*part, is_rated) for part in parts], TargetOutput(*queued.output))
             for row, proposal in zip(plan.rows, proposals, strict=True):
                 request, num_computed = row.request, proposal.num_draft_computed
                 if request.status is not Status.RUNNING:
@@ -323,7 +324,7 @@ def _propose_forced(rows: Sequence[RowPlan]) -> None:
             request.drafts = found
 
 
-def _draft_row(row: RowPlan, got: RowResult, block_table: Sequence[int], first_index: int) -> DraftRow:
+def _draft_row(row: RowPlan, got: RowResult, block_table: Sequence[int], first_index: int, is_rated: bool) -> DraftRow:
     """The row as drafters see it, after its commit."""
     request = row.request
     return DraftRow(
@@ -339,4 +340,5 @@ def _draft_row(row: RowPlan, got: RowResult, block_table: Sequence[int], first_i
         num_drafts=row.num_drafts,
         num_accepted=got.num_accepted,
         drafter=row.drafter,
+        is_rated=is_rated,
     )

@@ -66,7 +66,7 @@ _SOURCES = {
     "instructions": Unsupported(("",), advice=_SYSTEM),
     **_each(Unsupported(("",)), "previous_response_id conversation"),
     "safe_prompt": Unsupported((False,)),
-    "extra_body": Unsupported(({},), advice="write its fields beside the others"),  # a client's keyword, sent as it is
+    "extra_body": Unsupported(({},), advice="write its fields next to the others"),  # a client's keyword, sent as it is
     **_each(Unsupported(("",), advice=_ADAPTER), "lora_path adapter_id"),
     "lora_request": Unsupported(({},), advice=_ADAPTER),
 }

@@ -111,7 +111,7 @@ class AdapterFacts(BaseModel):
     bytes: int
     pinned: bool
     draft: str
-    """"loaded" where it has draft weights that are in use, else why not; "" without any."""
+    """"loaded" if it has draft weights that are in use, else why not; "" without any."""
     running: int
     waiting: int
     output_tokens_per_second: float

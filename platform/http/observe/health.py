@@ -61,7 +61,7 @@ async def version() -> Response:
 
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    """Prometheus exposition. Where there are tenants it has their names, so an admin's key is needed."""
+    """Prometheus exposition. With tenants it has their names, so an admin's key is needed."""
     serving = serving_of(request)
     if serving.tenancy is not None and not serving.config.open_metrics:
         _check_admin(request)

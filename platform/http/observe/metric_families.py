@@ -7,6 +7,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Metric
@@ -15,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from ...core.adapter_names import label_text
 from ...core.labels import OTHER
-from ...core.messages import AdapterInfo, EngineStats, SpeculationCounts
+from ...core.messages import AdapterInfo, EngineStats, LearningEntry, SpeculationCounts
 from ..protect.connections import Admission
 from .series_labels import PREFIX, Labels, SeriesLabels
 
@@ -137,14 +138,15 @@ class EngineCounters:
 
 
 def engine_families(
-    stats: EngineStats, counters: EngineCounters, restarts: int, max_loras: int, adapter_label: Callable[[str], str]
+    stats: EngineStats, counters: EngineCounters, restarts: int, max_loras: int, labels: SeriesLabels
 ) -> Iterator[Metric]:
     """Families of the engine's counts: it is another process, so a scrape reads the latest snapshot of them."""
     yield from _counters(engine_restarts=("Times that the engine has been started again.", restarts))
     yield from _scheduler_families(stats, counters)
     yield from _speculation_families(counters.speculation, stats.drafters)
+    yield from _learning_families(stats.learning, labels)
     yield from _lora_families(stats, counters, max_loras)
-    yield from _adapter_families(stats.adapters, adapter_label)
+    yield from _adapter_families(stats.adapters, labels.adapter)
 
 
 def _scheduler_families(stats: EngineStats, counters: EngineCounters) -> Iterator[Metric]:
@@ -188,6 +190,29 @@ def _speculation_families(counts: Mapping[Labels, SpeculationCounts], drafters: 
     yield _counter("spec_decode_tokens", "Tokens that those steps generated.", (*labels, "drafter"), tokens)
     recent = {key: c.recent_drafts for key, c in counts.items()}
     yield _gauge("spec_decode_recent_drafts", "Mean drafts of about the last 64 sampling steps.", labels, recent)
+
+
+def _learning_families(entries: Sequence[LearningEntry], labels: SeriesLabels) -> Iterator[Metric]:
+    """Gauges of pairs that learn now. Pairs with the same labels, as of several salts, are one."""
+    pairs: dict[Labels, list[LearningEntry]] = {}
+    for entry in entries:
+        pairs.setdefault(labels(entry.adapter, entry.tenant), []).append(entry)
+
+    def gauge(name: str, text: str, values: Mapping[Any, float]) -> Metric:
+        return _gauge(f"learning_{name}", text, ("adapter", "tenant"), values)
+
+    for name, text, count in (
+        ("versions", "Versions of learnt draft weights that have been in use.", lambda e: e.num_versions),
+        ("versions_dropped", "Those dropped because fewer drafts were accepted.", lambda e: e.num_dropped),
+        ("buffer_bytes", "Memory of recorded traffic.", lambda e: e.num_bytes),
+        ("failed", "Pairs whose training an error has ended.", lambda e: e.failed),
+    ):
+        yield gauge(name, text, {key: sum(map(count, of_pair)) for key, of_pair in pairs.items()})
+    now = {key: mean(entry.acceptance for entry in of_pair) for key, of_pair in pairs.items()}
+    known = {key: [e.acceptance_before for e in p if e.acceptance_before is not None] for key, p in pairs.items()}
+    before = {key: mean(values) for key, values in known.items() if values}
+    yield gauge("acceptance", "Share of first drafts accepted under the weights in use.", now)
+    yield gauge("acceptance_before", "The same of the weights before them, if it has been measured.", before)
 
 
 def _lora_families(stats: EngineStats, counters: EngineCounters, max_loras: int) -> Iterator[Metric]:

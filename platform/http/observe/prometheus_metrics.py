@@ -171,8 +171,7 @@ class Metrics:
         self._registry.register(FamilyCollector(families))
 
     def _engine_families(self) -> Iterable[Metric]:
-        label = self._labels.adapter
-        return engine_families(self._stats, self.counters, self.engine_restarts, self.max_loras, label)
+        return engine_families(self._stats, self.counters, self.engine_restarts, self.max_loras, self._labels)
 
     @property
     def stats(self) -> EngineStats:

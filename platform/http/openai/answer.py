@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...client.prepared import ParsedPrompt
+from ...client.prepared import ParsedPrompt, Prepared
 from ...client.prompts import has_new_constraint
 from ...core.errors import InvalidRequestError
 from ...core.lora_request import LoRA
@@ -19,12 +19,14 @@ from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..adapters.adapter_choice import choose_adapter, discover_adapters
 from ..body.body_memory import HeldBody
+from ..body.lenient import ignore
 from ..body.reader import read_waiting_body
+from ..observe.request_log import MAX_IGNORED_NAME
 from ..protect.accounting import check_call, limit_headers
 from ..protect.acting import acting_in
 from ..serving_state import Serving, new_request_id, principal_of, serving_of
 from .event_stream import ChunkEncoder, ChunkWriter, StreamWriter, stream_response, until_disconnect
-from .generation import Choice, Collected, collect, draft_fields, generate, prepare
+from .generation import Choice, Collected, collect, draft_fields, generate
 from .job import Arrival, Job, now
 from .json_pieces import json_answer
 from .protocol import ModelFields, SamplingFields
@@ -48,10 +50,13 @@ class Accepted(Generic[BodyT]):
     held: HeldBody
 
     async def prepare(self, prompts: list[ParsedPrompt], params: SamplingParams, *, prefix: str, **fields: Any) -> Job:
-        """The job for these prompts, checked; `prefix` begins its id, `fields` are further ones of `Job`.
+        """The job for these prompts, checked; `prefix` begins its id, `fields` are further ones of `Job`. Nothing is
+        checked again when it runs, except by beam search, whose sequences are prepared one by one. Keywords of a schema
+        that do not hold are named as ignored.
 
         Raises:
-            OutriderError: see `generation.prepare`.
+            InvalidRequestError: a prompt or parameter is refused, or a keyword is ignored with --strict-fields.
+            ConstraintCheckError: as the constraint checker's.
         """
         job = Job(
             new_request_id(prefix),
@@ -66,9 +71,38 @@ class Accepted(Generic[BodyT]):
             on_admitted=self.held.close,
             **fields,
         )
-        work = prepare(self.serving, job)
-        await (until_disconnect(self.request, work) if has_new_constraint(params) else work)
+        job.bound_logprobs(self.serving.llm.info)
+        if has_new_constraint(params):
+            job.prepared = await until_disconnect(self.request, self._with_constraint(job))
+        else:
+            job.prepared = await self._prepared(job)
+        strict = self.serving.config.strict_fields
+        for place in job.prepared[0].ignored_keywords:
+            head = place.split(".", 1)[0]
+            name = place if len(place) <= MAX_IGNORED_NAME else f"{head}...{place[len(head) + 3 - MAX_IGNORED_NAME :]}"
+            ignore(name, strict=strict)
         return job
+
+    async def _with_constraint(self, job: Job) -> list[Prepared]:
+        async with self.serving.constraint_locks.of(job.principal.tenant):
+            return await self._prepared(job)
+
+    async def _prepared(self, job: Job) -> list[Prepared]:
+        llm = self.serving.llm
+        made: dict[int, Prepared] = {}
+        # The longest is first: an error names it.
+        for index in sorted(range(len(job.prompts)), key=lambda i: -job.prompt_lengths[i]):
+            if made:
+                await asyncio.sleep(0)  # other tasks run between the checks of two prompts
+            made[index] = await llm.prepare(
+                job.prompts[index],
+                job.params_of(index, llm.info.max_model_len),
+                job.id_of(index),
+                lora_request=job.lora,
+                arrival_time=job.arrival.monotonic,
+                **job.options,
+            )
+        return [made[index] for index in range(len(job.prompts))]
 
     def _priority(self) -> int:
         """The body's priority; else 0, or that of a batch's lines."""

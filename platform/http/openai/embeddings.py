@@ -133,7 +133,7 @@ async def _run(
     serving = accepted.serving
     try:
         prompts = await serving.prompts(
-            texts, add_special_tokens=accepted.body.add_special_tokens is not False, lora=accepted.lora
+            texts, add_special_tokens=accepted.body.add_special_tokens is not False, lora=accepted.lora, field=field
         )
     except InvalidRequestError as error:
         error.param = field

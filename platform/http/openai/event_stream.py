@@ -167,7 +167,7 @@ async def events_to_sse(first: Event, events: AsyncGenerator[Event], writer: Str
     except Exception as error:
         logger.exception("a stream ended with an unexpected error")
         with suppress(Exception):
-            await events.athrow(error)  # where it comes from this side: the request has failed, not been abandoned
+            await events.athrow(error)  # this side failed, and did not abandon the request
         yield writer.error(error).encode()
     finally:
         writer.close()

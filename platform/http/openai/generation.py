@@ -3,60 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...client.prepared import Prepared
-from ...client.prompts import has_new_constraint
 from ...core.errors import OutriderError
-from ...core.outputs import CompletionOutput, Logprob
+from ...core.outputs import CompletionOutput, Logprob, RequestOutput
 from ...core.tasks import cancel
-from ..body.lenient import ignore
 from ..observe.generations import Generation, sum_speculation
-from ..observe.request_log import MAX_IGNORED_NAME, current_log
-from ..protect.accounting import accounted
+from ..observe.request_log import current_log
+from ..protect.accounting import admitted
 from ..serving_state import Serving
 from .beams import beam_outputs
 from .job import Event, Job
 from .logprobs import Packed, pack
 
 
-async def prepare(serving: Serving, job: Job) -> None:
-    """Check the job's prompts and parameters; nothing is checked again when it runs, except by beam search, whose
-    sequences are prepared one by one. Keywords of a schema that do not hold are named as ignored.
-
-    Raises:
-        InvalidRequestError: a prompt or parameter is refused, or a keyword is ignored with --strict-fields.
-        ConstraintCheckError: as the constraint checker's.
-    """
-    llm = serving.llm
-    job.bound_logprobs(llm.info)
-    is_new = has_new_constraint(job.params)
-    made: dict[int, Prepared] = {}
-    async with serving.constraint_locks.of(job.principal.tenant) if is_new else nullcontext():
-        for index in sorted(
-            range(len(job.prompts)), key=lambda i: -job.prompt_lengths[i]
-        ):  # an error names the longest
-            if made:
-                await asyncio.sleep(0)  # other tasks run between the checks of two prompts
-            made[index] = await llm.prepare(
-                job.prompts[index],
-                job.params_of(index, llm.info.max_model_len),
-                job.id_of(index),
-                lora_request=job.lora,
-                arrival_time=job.arrival.monotonic,
-                **job.options,
-            )
-    job.prepared = [made[index] for index in range(len(job.prompts))]
-    for place in job.prepared[0].ignored_keywords:
-        head = place.split(".", 1)[0]
-        name = place if len(place) <= MAX_IGNORED_NAME else f"{head}...{place[len(head) + 3 - MAX_IGNORED_NAME :]}"
-        ignore(name, strict=serving.config.strict_fields)
-
-
-def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
+async def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     """The job's outputs as they come; closing the generator aborts what still runs.
 
     On a server with tenants the job is admitted first, at the first step, and when the generator has ended its row is
@@ -65,71 +29,72 @@ def generate(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     Raises:
         OutriderError: the limits refuse the job, too many wait, or the engine fails.
     """
-    if serving.tenancy is not None:
-        return accounted(serving, serving.tenancy, job, lambda: _outputs(serving, job))
-    job.on_admitted()
-    return _outputs(serving, job)
+    async with admitted(serving, job) as checkpoint:
+        job.generations = [Generation(prepared, job.counts) for prepared in job.prepared]
+        log = current_log()
+        if log is not None:
+            log.begin(job.generations)
+        if len(job.prompts) > 1:
+            async with aclosing(_merge(serving, job)) as events:
+                async for event in events:
+                    checkpoint()
+                    yield event
+            return
+        with serving.queue.enter_engine(job.params.n), _recorded(serving, job, 0) as record:
+            async with aclosing(_outputs(serving, job, 0)) as outputs:
+                async for output in outputs:
+                    record(output)
+                    checkpoint()
+                    yield Event(0, output)
 
 
-def _outputs(serving: Serving, job: Job) -> AsyncGenerator[Event]:
-    job.generations = [Generation(prepared, job.counts) for prepared in job.prepared]
-    log = current_log()
-    if log is not None:
-        log.begin(job.generations)
-    if len(job.prompts) == 1:
-        return _generate_one(serving, job, 0)
-    return _merge(serving, job)
+def _outputs(serving: Serving, job: Job, index: int) -> AsyncGenerator[RequestOutput]:
+    if job.beam is not None:
+        return beam_outputs(serving, job, index)
+    return serving.llm.run(job.prepared[index], delta=True)
 
 
-async def _generate_one(serving: Serving, job: Job, index: int) -> AsyncGenerator[Event]:
+@contextmanager
+def _recorded(serving: Serving, job: Job, index: int) -> Iterator[Callable[[RequestOutput], None]]:
+    """Count a prompt's outputs, with which the result is called, and its end, for usage and metrics."""
     generation = job.generations[index]
     recorder = serving.metrics.recorder(generation, job.principal.tenant)
-    if job.beam is not None:
-        outputs = beam_outputs(serving, job, index)
-    else:
-        outputs = serving.llm.run(job.prepared[index], delta=True)
-    in_engine: AbstractContextManager[object] = nullcontext()  # of several prompts `_merge` has counted all
-    if len(job.prompts) == 1:
-        in_engine = serving.queue.enter_engine(job.params.n)
-    with in_engine:
-        try:
-            async with aclosing(outputs) as stream:
-                async for output in stream:
-                    generation.update(output)
-                    recorder.on_output(output)
-                    yield Event(index, output)
-        except OutriderError as error:
-            if error.status >= 500:
-                generation.failure = "error"
-                recorder.on_end(generation.failure)
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            if generation.ended_at is None:
-                generation.failure = "abort"
-                recorder.on_end(generation.failure)
-            raise
+
+    def record(output: RequestOutput) -> None:
+        generation.update(output)
+        recorder.on_output(output)
+
+    try:
+        yield record
+    except BaseException as error:
+        is_refusal = isinstance(error, OutriderError) and error.status < 500
+        if generation.ended_at is None and not is_refusal:
+            generation.failure = "error" if isinstance(error, Exception) else "abort"  # cancelled, or closed
+            recorder.on_end(generation.failure)
+        raise
 
 
 async def _merge(serving: Serving, job: Job) -> AsyncGenerator[Event]:
     """The events of all prompts, each as soon as it comes. The first error ends all."""
     queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
-    async def pump(stream: AsyncGenerator[Event]) -> None:
+    async def pump(index: int) -> None:
         try:
-            async with aclosing(stream):
-                async for event in stream:
-                    queue.put_nowait(event)
+            with _recorded(serving, job, index) as record:
+                async with aclosing(_outputs(serving, job, index)) as outputs:
+                    async for output in outputs:
+                        record(output)
+                        queue.put_nowait(Event(index, output))
         except Exception as error:
             queue.put_nowait(error)
         else:
             queue.put_nowait(None)
 
     with serving.queue.enter_engine(job.num_sequences) as leave:
-        streams = [_generate_one(serving, job, i) for i in range(len(job.prompts))]
         tasks: list[asyncio.Task[None]] = []
         try:
-            for stream in streams:
-                tasks.append(asyncio.create_task(pump(stream)))
+            for index in range(len(job.prompts)):
+                tasks.append(asyncio.create_task(pump(index)))
                 await asyncio.sleep(0)  # other tasks run between the starts of two prompts
             running = len(tasks)
             while running:

@@ -114,7 +114,7 @@ class Job:
             self.prepared = [prepared.with_max_tokens(most) for prepared, most in pairs]
 
     def bound_logprobs(self, info: EngineInfo) -> None:
-        """Refuse to make more log-probabilities than `MAX_LOGPROBS`. Where the client has named no `max_tokens`, it
+        """Refuse to make more log-probabilities than `MAX_LOGPROBS`. If the client has named no `max_tokens`, it
         becomes as large as that allows. A beam search needs two of the engine's for each sequence in each step."""
         params = self.params
         if self.beam is not None and 2 * params.n > info.max_logprobs:

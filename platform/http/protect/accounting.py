@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from ...core.errors import AuthenticationError, OutriderError, OverloadedError
 from ...core.logs import current_request_id
 from ...tenancy.ledger.usage_row import Status, UsageRow
 from ..observe.generations import first_output, sum_speculation
-from ..openai.job import Event, Job
+from ..openai.job import Job
 from ..serving_state import Serving, principal_of, serving_of
 
 if TYPE_CHECKING:
@@ -56,21 +56,23 @@ async def charge_call(request: Request) -> None:
         await tenancy.limiter.charge_call(principal_of(request))
 
 
-async def accounted(
-    serving: Serving, tenancy: Tenancy, job: Job, run: Callable[[], AsyncGenerator[Event]]
-) -> AsyncGenerator[Event]:
-    """Events of `run`, once the job is admitted. When the generator has ended, by itself or with an error, the job's
-    row is safe. A caller that closes it early, or cancels it, leaves that to the ledger.
+@contextlib.asynccontextmanager
+async def admitted(serving: Serving, job: Job) -> AsyncGenerator[Callable[[], None]]:
+    """Admit a job for the time that it runs. The result is to be called after each output.
+
+    On a server with tenants the job's row is safe when it has ended, by itself or with an error. A run that is closed
+    early, or cancelled, leaves that to the ledger.
 
     Raises:
-        OutriderError: the job is refused, at the first step; or what `run` raises.
+        OutriderError: the job is refused.
     """
-    account = await _admit(serving, tenancy, job)
+    if serving.tenancy is None:
+        job.on_admitted()
+        yield lambda: None
+        return
+    account = await _admit(serving, serving.tenancy, job)
     try:
-        async with aclosing(run()) as events:
-            async for event in events:
-                account.checkpoint()
-                yield event
+        yield account.checkpoint
     except (asyncio.CancelledError, GeneratorExit):
         account.abort()
         raise

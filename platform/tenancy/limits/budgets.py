@@ -95,7 +95,7 @@ class Budget:
         self.read_at = None if self.read_at is None else float("-inf")
 
     def set_limit(self, limit: int, period: Period, now: float) -> None:
-        """Change it. Another period begins with what the ledger says of it."""
+        """Change it. Another period begins with its use in the ledger."""
         self.limit = limit
         if period != self.period:
             self.period = period

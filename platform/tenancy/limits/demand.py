@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...core.errors import InvalidRequestError, PromptTooLongError, invalid
+from ...core.errors import InvalidRequestError, invalid
+from ...core.model_limits import check_context
 from ..accounts.principal import Limits
 
 _OF_TENANT = " for this tenant or key (max_context_tokens)"
@@ -51,11 +52,13 @@ def fit(demand: Demand, limits: Sequence[Limits], max_model_len: int, most_token
     context = _least(limit.max_context_tokens for limit in limits)
     output = _least(limit.max_output_tokens for limit in limits)
     rate = _least(limit.tokens_per_minute for limit in limits)
-    _check_prompts(demand, context)
+    if context is not None:
+        _check_tenant_context(demand, context)
     _check_sequences(demand, limits)
     named = demand.max_tokens
     if named is not None:
-        _check_named(demand, named, context, output)
+        if output is not None and named > output:
+            raise invalid(demand.max_tokens_field, f"is {named}; max_output_tokens of this tenant or key is {output}")
         granted = [named] * len(demand.prompt_tokens)
     else:
         bounds = [bound for bound in (demand.default_max_tokens, output) if bound is not None]
@@ -73,20 +76,15 @@ def _least(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _check_prompts(demand: Demand, context: int | None) -> None:
-    longest = max(demand.prompt_tokens)
-    if context is not None and longest + (demand.max_tokens != 0) > context:
-        max_tokens = 1 if demand.max_tokens is None else demand.max_tokens
-        raise PromptTooLongError.of(context, longest, max_tokens, param="prompt", of=_OF_TENANT)
-
-
-def _check_named(demand: Demand, named: int, context: int | None, output: int | None) -> None:
-    field = demand.max_tokens_field
-    if output is not None and named > output:
-        raise invalid(field, f"is {named}; max_output_tokens of this tenant or key is {output}")
-    longest = max(demand.prompt_tokens)
-    if context is not None and longest + named > context:
-        raise PromptTooLongError.of(context, longest, named, param=field, of=_OF_TENANT)
+def _check_tenant_context(demand: Demand, context: int) -> None:
+    """Refuse more than `max_context_tokens`, which is an operator's limit of a tenant or key, below the model's."""
+    check_context(
+        context,
+        max(demand.prompt_tokens),
+        1 if demand.max_tokens is None else demand.max_tokens,
+        max_tokens_field=demand.max_tokens_field,
+        of=_OF_TENANT,
+    )
 
 
 def _check_sequences(demand: Demand, limits: Sequence[Limits]) -> None:

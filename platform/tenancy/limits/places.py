@@ -26,7 +26,7 @@ class Places:
     """A bound on how much runs at once. Without a free place a request waits, first come first served: none overtakes
     one that needs several places. Belongs to one event loop.
 
-    Servers that count together tell each other what they have taken, and since when their first one waits. Between two
+    Servers that count together exchange what they have taken, and since when their first one waits. Between two
     looks at that (`is_known` is false) no request gets a place.
     """
 

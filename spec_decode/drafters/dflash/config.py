@@ -33,6 +33,8 @@ ARCHITECTURES = {
 """Method -> names in `architectures`. The layers are Qwen3's whatever the target."""
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 """Values of `markov_head_type`; `markov` has their equations."""
+MASK_EMBEDDING = "mask_embedding.pt"
+"""File of the mask's embedding, which some checkpoints have."""
 _KINDS = ("full_attention", "sliding_attention")
 _TRAITS = FAMILIES["Qwen3ForCausalLM"]
 _NOT_NEEDED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -233,9 +235,10 @@ def _window(flat: Mapping[str, Any], index: int, num_layers: int) -> Window:
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in _KINDS for kind in types):
         raise refuse(f"config.json: layer_types must be a list of {num_layers} kinds of {_KINDS}, got {types!r}")
     listed = "sliding_attention" in types
-    slides = types[index] == "sliding_attention" if listed else bool(flat.get("use_swa", False))
-    causal = flat.get("is_causal", flat.get("causal"))
-    is_causal = slides and not flat.get("sliding_window_non_causal", False) if causal is None else bool(causal)
+    slides = types[index] == "sliding_attention" if listed else _switch(flat, "use_swa")
+    named = next((name for name in ("is_causal", "causal") if name in flat), None)
+    causal = None if named is None else _switch(flat, named)
+    is_causal = slides and not _switch(flat, "sliding_window_non_causal") if causal is None else causal
     if not slides:
         return None if is_causal else WholeRow()
     if not is_causal:
@@ -255,8 +258,9 @@ def _aux_layers(flat: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     if field not in flat:
         field, shift = "target_layer_ids", 1
     layers = flat.get(field)
-    if not isinstance(layers, list) or not layers:
-        raise refuse(f"config.json: {field} must be a list of layers of the target, got {layers!r}")
+    if not isinstance(layers, list) or not 1 <= len(layers) <= num_layers + 1:
+        got = f"{len(layers)} of them: {layers[:8]}" if isinstance(layers, list) else repr(layers)
+        raise refuse(f"config.json: {field} must be a list of 1 to {num_layers + 1} layers of the target, got {got}")
     for index in layers:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index + shift <= num_layers:
             raise refuse(f"{field} of the drafter are {layers}, the target has {num_layers} layers")
@@ -265,7 +269,7 @@ def _aux_layers(flat: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 def _samples_from_anchor(flat: Mapping[str, Any], method: str) -> bool:
     default = method == "dspark" or DEEPSPEC in named_architectures(flat)
-    return bool(flat.get("sample_from_anchor", default))
+    return _switch(flat, "sample_from_anchor", default)
 
 
 def _sequential_heads(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,13 +280,20 @@ def _sequential_heads(flat: Mapping[str, Any]) -> dict[str, Any]:
     kind = flat.get("markov_head_type", MARKOV_HEADS[0])
     if rank and kind not in MARKOV_HEADS:
         raise refuse(f"config.json: markov_head_type {kind!r} is not served; served are {', '.join(MARKOV_HEADS)}")
-    has_confidence = bool(flat.get("enable_confidence_head", False)) and rank > 0
+    has_confidence = _switch(flat, "enable_confidence_head") and rank > 0
     return {
         "markov_rank": rank,
         "markov_head": kind,
         "has_confidence": has_confidence,
-        "confidence_reads_markov": has_confidence and bool(flat.get("confidence_head_with_markov", False)),
+        "confidence_reads_markov": has_confidence and _switch(flat, "confidence_head_with_markov"),
     }
+
+
+def _switch(flat: Mapping[str, Any], field: str, default: bool = False) -> bool:
+    value = flat.get(field, default)
+    if not isinstance(value, bool):
+        raise refuse(f"config.json: {field} must be true or false, got {value!r}")
+    return value
 
 
 def _integer(flat: Mapping[str, Any], field: str, default: int) -> int:

@@ -115,7 +115,7 @@ class OutputStores:
 
     def _drop(self, output: _Output) -> None:
         self.num_tokens -= len(output.tokens)
-        if self._pending and self._pending[0] is output:  # outputs are taken in in their order
+        if self._pending and self._pending[0] is output:  # outputs are recorded in their order
             self._pending.popleft()
         if output.num_counted:
             self._leaving.append(output)

@@ -71,8 +71,8 @@ class _BlockAttention(nn.Module):
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
 
-        q = rotate(self.q_norm(heads(self.q_proj(x))), blocks.positions, theta)
-        k = rotate(self.k_norm(heads(self.k_proj(read))), positions, theta)
+        q = rotate(self.q_norm(heads(self.q_proj(x))), blocks.positions[:, None], theta)
+        k = rotate(self.k_norm(heads(self.k_proj(read))), positions[:, None], theta)
         v = heads(self.v_proj(read))
         grouped = layer.num_heads != layer.num_kv_heads
         out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=blocks.mask, enable_gqa=grouped)
@@ -141,15 +141,13 @@ class BlockHead(TrainedDrafter):
         index = label_index(labels, features.ids)
         found = []
         for draft in range(drafts):
-            at = anchors + draft
-            known = (anchors > 0) & (at < index.shape[1])
-            number = index.gather(1, at.clamp(max=index.shape[1] - 1)).masked_fill(~known, -1)
-            kept = number >= 0
+            kept, number = guessed_labels(index, anchors, draft)
             states = hidden[:, :, draft][kept]
             if self.markov_head is not None:
-                before = features.ids.gather(1, at.clamp(max=index.shape[1] - 1))[kept]
+                at = (anchors + draft).clamp(max=index.shape[1] - 1)
+                before = features.ids.gather(1, at)[kept]
                 states = torch.cat((states, self.markov_head.markov_w1(before).to(states.dtype)), -1)
-            found.append(Step(states, number[kept]))
+            found.append(Step(states, number))
         return found
 
     @property
@@ -232,6 +230,15 @@ def label_index(labels: Labels, ids: Tensor) -> Tensor:
     index = torch.full_like(ids, -1)
     index[labels.rows, labels.positions] = torch.arange(len(labels.rows), device=ids.device)
     return index
+
+
+def guessed_labels(index: Tensor, anchors: Tensor, draft: int) -> tuple[Tensor, Tensor]:
+    """[N, A] True for the blocks whose draft of this number guesses at a label, and the numbers [M] of these labels.
+    `index`: of `label_index`."""
+    at = anchors + draft
+    known = (anchors > 0) & (at < index.shape[1])
+    number = index.gather(1, at.clamp(max=index.shape[1] - 1)).masked_fill(~known, -1)
+    return number >= 0, number[number >= 0]
 
 
 def draw_anchors(labels: Labels, ids: Tensor, most: int | None, before: int = 0) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..output_files import write_model
 from ..target import Features, import_peft
 from .base import Step, TrainedDrafter, build_wanted, greedy_tokens, soft_cross_entropy
+from .block_head import BlockHead
 from .eagle_head import EagleHead
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,6 +31,11 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Linear(rank, base.out_features, bias=False)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
+
+    @property
+    def added(self) -> tuple[Tensor, Tensor]:
+        """A [r, in] and B [out, r] with the scale."""
+        return self.lora_A.weight, self.scale * self.lora_B.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
@@ -55,14 +61,15 @@ def adapter_config(rank: int, alpha: float, modules: list[str], base_name: str) 
 
 
 class HeadLora(TrainedDrafter):
-    """A LoRA of every projection of an EAGLE head."""
+    """A LoRA of `fc` and of every projection of the layers, of an EAGLE head or a drafter of blocks."""
 
-    def __init__(self, head: EagleHead, rank: int, alpha: float, base_name: str) -> None:
+    def __init__(self, head: EagleHead | BlockHead, rank: int, alpha: float, base_name: str) -> None:
         super().__init__()
         self.head = head.requires_grad_(False)
         self._rank, self._alpha, self._base_name = rank, alpha, base_name
         self._adapted: dict[str, LoraLinear] = {}
-        plain = {n: m for n, m in head.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+        linears = {n: m for n, m in head.named_modules() if isinstance(m, nn.Linear)}
+        plain = {name: linear for name, linear in linears.items() if name == "fc" or name.startswith("layers.")}
         for name, linear in plain.items():
             parent, _, leaf = name.rpartition(".")
             self._adapted[name] = LoraLinear(linear, rank, alpha / rank)

@@ -7,9 +7,9 @@ t + 2. In training it continues from every index with the text's tokens and its 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from torch.nn import functional as F
 from ....models.config import DecoderConfig
 from ...drafters.eagle.config import EagleConfig
 from ..output_files import write_model
-from ..target import Features, Labels, Target
+from ..target import Features, Target
 from .base import STEP_DECAY, Step, TrainedDrafter, build_wanted, greedy_tokens, soft_cross_entropy
-from .layers import MLP, ChainAttention, ChainKV, RMSNorm
+from .layers import MLP, ChainAttention, Chains, Columns, RMSNorm
 
+UnrolledStep: TypeAlias = Callable[[Tensor], Tensor]
+"""States [C, H] in step 0, later [R, H], to the next states [R, H] of the chains."""
 FEATURE_NOISE = 0.1
 """Half width of the uniform noise on EAGLE's features (Li et al. 2024)."""
 TOKEN_WEIGHT = 0.1
@@ -39,11 +41,11 @@ class EagleHead(TrainedDrafter):
 
     @abstractmethod
     def start(self, features: Features) -> Tensor:
-        """The state [B, T, H] that the first step reads."""
+        """The state [..., H] that the first step reads, for features of any shape."""
 
     @abstractmethod
-    def layer(self, embedded: Tensor, state: Tensor, kv: ChainKV) -> Tensor:
-        """One step: embeddings and states [B, T or W, H] to the next states."""
+    def unrolled(self, embedded: Tensor, chains: Chains) -> UnrolledStep:
+        """A step of an unroll, in which all steps share what is computed of the tokens' embeddings [C, H]."""
 
     def normed(self, state: Tensor) -> Tensor:
         """[..., H] as the lm_head reads it."""
@@ -66,37 +68,30 @@ class EagleHead(TrainedDrafter):
     def steps(self, features: Features, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """States [M, H] at the roots of each of `count` steps, and the labels [M] that they guess at.
 
-        Step 0 computes every index, whose keys the later ones read; those start from the roots alone.
+        Step 0 computes the keys of every index, which the later ones read; all else starts from the roots alone.
         """
-        labels, last = features.labels, features.ids.shape[1] - 1
-        roots = root_windows(labels, features.ids, count)
-        kv, state = ChainKV(roots), self.start(features)
+        labels, none = features.labels, cast(Any, None)
+        chains = Chains(labels, features.ids, count)
+        hidden = none if features.hidden is None else chains.pack(features.hidden)
+        state = self.start(features._replace(hidden=hidden, aux=tuple(map(chains.pack, features.aux))))
+        # The chain from index t reads token t + 1 + step.
+        unrolled = self.unrolled(self.embed(features.ids[chains.rows, chains.positions + 1]), chains)
         for step in range(count):
-            # The chain from index t reads token t + 1 + step; at the end of a row there is none, and no label either.
-            if step == 0:
-                tokens = F.pad(features.ids[:, 1:], (0, 1))
-            else:
-                tokens = features.ids.gather(1, (roots + 1 + step).clamp(max=last))
-            state = self.layer(self.embed(tokens), state, kv)
-            index = (labels.positions > step).nonzero(as_tuple=True)[0]
-            rows, at = labels.rows[index], labels.positions[index] - 1 - step
-            if step == 0:
-                yield state[rows, at], index
-                state = state.gather(1, roots[:, :, None].expand(-1, -1, state.shape[-1]))
-            else:
-                yield state[rows, at - roots[rows, 0]], index
+            state = unrolled(state)
+            roots, index = chains.at_labels(labels, step)
+            yield state[roots], index
 
     def loss(self, features: Features) -> Tensor:
         """Mean over the steps of the unroll, each further one weighted less."""
         return self.token_loss(list(self.steps(features, self._unroll)), features)
 
     def token_loss(self, steps: Sequence[tuple[Tensor, Tensor]], features: Features) -> Tensor:
-        """Cross entropy of the unroll over the draft vocabulary, if the target's choice is in it."""
+        """Cross entropy of the unroll over the draft vocabulary, at labels whose next token is in it."""
         states = [Step(self.normed(hidden), index) for hidden, index in steps]
         tokens = self.vocabulary
         if tokens is None:
             return soft_cross_entropy(states, self.lm_head_weight, build_wanted(features))
-        known = torch.isin(features.labels.greedy, tokens)
+        known = torch.isin(features.next_tokens, tokens)
         kept = known.nonzero(as_tuple=True)[0]
         number = known.cumsum(0) - 1
         states = [Step(hidden[known[index]], number[index[known[index]]]) for hidden, index in states]
@@ -126,11 +121,21 @@ class _Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(layer)
 
-    def forward(self, embedded: Tensor, state: Tensor, kv: ChainKV) -> Tensor:
-        normed = self.hidden_norm(state)
-        residual = normed if self._norm_before_residual else state
-        residual = residual + self.self_attn(torch.cat((self.input_layernorm(embedded), normed), dim=-1), kv)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
+    def unrolled(self, embedded: Tensor, chains: Chains) -> UnrolledStep:
+        """See `EagleHead.unrolled`."""
+        size = embedded.shape[-1]
+        of_embedding, of_state = (self.self_attn.columns(start, size) for start in (0, size))
+        known = of_embedding(self.input_layernorm(embedded))
+
+        def step(state: Tensor) -> Tensor:
+            number, normed = len(chains.keys), self.hidden_norm(state)
+            qkv = of_state(normed) + (known[chains.ahead(number)] if number else known)
+            residual = normed if self._norm_before_residual else state
+            residual = residual if number else residual[chains.roots]
+            residual = residual + self.self_attn(qkv, chains)
+            return residual + self.mlp(self.post_attention_layernorm(residual))
+
+        return step
 
 
 class Eagle3Head(EagleHead):
@@ -205,9 +210,11 @@ class Eagle3Head(EagleHead):
         """Fuse the three layers."""
         return self.fc(torch.cat(features.aux, dim=-1).float())
 
-    def layer(self, embedded: Tensor, state: Tensor, kv: ChainKV) -> Tensor:
+    def unrolled(self, embedded: Tensor, chains: Chains) -> UnrolledStep:
         """The next step reads the state before the norm."""
-        return self.layers[0](embedded, state, kv)
+        layer: Any = self.layers[0]
+        step: UnrolledStep = layer.unrolled(embedded, chains)
+        return step
 
     def embed(self, ids: Tensor) -> Tensor:
         """Its own embeddings, or the target's."""
@@ -247,8 +254,10 @@ class _EagleLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.mlp = MLP(layer)
 
-    def forward(self, x: Tensor, kv: ChainKV) -> Tensor:
-        residual = x + self.self_attn(x, kv)
+    def forward(self, x: Tensor, chains: Chains) -> Tensor:
+        """Inputs [C, H] in step 0, later [R, H], to states [R, H]."""
+        qkv = self.self_attn.columns(0, x.shape[-1])(x)
+        residual = (x if chains.keys else x[chains.roots]) + self.self_attn(qkv, chains)
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
@@ -273,9 +282,18 @@ class Eagle1Head(EagleHead):
             hidden = hidden + (torch.rand_like(hidden) * 2 - 1) * self._noise
         return hidden
 
-    def layer(self, embedded: Tensor, state: Tensor, kv: ChainKV) -> Tensor:
+    def unrolled(self, embedded: Tensor, chains: Chains) -> UnrolledStep:
         """Project both with fc, then run the layer."""
-        return self.layers[0](self.fc(torch.cat((embedded.to(state.dtype), state), dim=-1)), kv)
+        size = embedded.shape[-1]
+        of_embedding, of_state = (Columns([self.fc], start, size) for start in (0, size))
+        known = of_embedding(embedded.float())
+
+        def step(state: Tensor) -> Tensor:
+            number = len(chains.keys)
+            x = of_state(state.float()) + (known[chains.ahead(number)] if number else known)
+            return self.layers[0](x.float(), chains)
+
+        return step
 
     def loss(self, features: Features) -> Tensor:
         """Smooth L1 to the target's hidden states plus cross entropy of the tokens, both averaged over the unroll."""
@@ -296,19 +314,6 @@ class Eagle1Head(EagleHead):
 def _state_loss(hidden: Tensor, wanted: Tensor) -> Tensor:
     """Smooth L1 of states [M, H]; 0 without any."""
     return F.smooth_l1_loss(hidden.float(), wanted.float()) if len(hidden) else hidden.sum() * 0.0
-
-
-def root_windows(labels: Labels, ids: Tensor, count: int) -> Tensor:
-    """[B, W] consecutive indices of each row, so that every root of steps 1 to `count` - 1 is among them.
-
-    If a row needs less than others, its window extends beyond its labels, at most to the end of the row.
-    """
-    batch, length = ids.shape
-    first = ids.new_full((batch,), length - 1).scatter_reduce(0, labels.rows, labels.positions, "amin")
-    last = ids.new_zeros(batch).scatter_reduce(0, labels.rows, labels.positions, "amax")
-    starts = (first - count).clamp(min=0)
-    width = int((last - starts).clamp(min=1).max()) if len(labels.rows) else 1
-    return (starts[:, None] + torch.arange(width, device=ids.device)).clamp(max=length - 1)
 
 
 def llama_config(layer: DecoderConfig) -> dict[str, Any]:

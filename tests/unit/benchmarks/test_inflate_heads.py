@@ -141,7 +141,7 @@ def make_adapter(folder, eagle3):
     return folder
 
 
-def drafts_of(base, method, head, adapter=None):
+def list_drafts(base, method, head, adapter=None):
     """Every step's tokens by request: all drafts, which are accepted whatever they are, and one of the target's."""
     speculative = {"method": method, "model": str(head), "num_speculative_tokens": 3}
     speculative |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0, 1.0, 1.0]}
@@ -172,8 +172,8 @@ def test_drafts_are_the_small_heads(name, adapted, inflate, tmp_path):
     more = f" --adapters {adapter}" if adapted else ""
     inflate.main(f"{target} {tmp_path / 'large'} {LARGER} --{method} {head}{more}".split())
     large = tmp_path / "large"
-    steps = drafts_of(target, method, head, adapter)
-    assert drafts_of(large / "base", method, large / method, adapter and large / "adapters" / "tenant") == steps
+    steps = list_drafts(target, method, head, adapter)
+    assert list_drafts(large / "base", method, large / method, adapter and large / "adapters" / "tenant") == steps
     drafts = [ids[:num_accepted] for _, ids, num_accepted in steps if num_accepted]
     assert len(drafts) > 20
     assert len(set(drafts)) > 5

@@ -60,7 +60,7 @@ def test_cases_are_all_combinations_that_differ():
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
-def rounds_of(*seconds, tokens=100, gap=0.01):
+def make_rounds(*seconds, tokens=100, gap=0.01):
     """Rounds of four requests with 75 prompt tokens, each for one of two adapters."""
     return [
         Round(s, [RequestRecord(i, 0.0, [0.5, 0.5 + gap], 0.0, 75, tokens // 4, f"a{i % 2}") for i in range(4)])
@@ -81,7 +81,7 @@ def test_a_request_has_the_times_that_users_of_vllm_know():
 
 def test_ratios_compare_a_round_with_the_bases():
     case = Case(4, 8, "uniform")
-    found = rows({Case(4, None): rounds_of(1.0, 0.9, 1.0), case: rounds_of(2.0, 1.0, 4.0)})
+    found = rows({Case(4, None): make_rounds(1.0, 0.9, 1.0), case: make_rounds(2.0, 1.0, 4.0)})
     base, row = found
     assert "ratio" not in base
     assert row["ratio"] == pytest.approx(0.5)  # the median of 0.5, 0.9 and 0.25
@@ -96,13 +96,13 @@ def test_ratios_compare_a_round_with_the_bases():
 
 def test_the_ratio_to_one_adapter_is_of_the_same_rounds():
     one, many = Case(4, 1, "identical"), Case(4, 8, "uniform")
-    found = rows({Case(4, None): rounds_of(1.0, 1.0), one: rounds_of(1.0, 2.0), many: rounds_of(2.0, 2.5)})
+    found = rows({Case(4, None): make_rounds(1.0, 1.0), one: make_rounds(1.0, 2.0), many: make_rounds(2.0, 2.5)})
     # The median of 1.0 / 2.0 and 2.0 / 2.5.
     assert [row.get("ratio_to_one_adapter") for row in found] == [None, 1.0, 0.65]
 
 
 def test_latencies_are_percentiles_over_all_rounds():
-    row = row_figures([*rounds_of(1.0, gap=0.001), *rounds_of(1.0, gap=0.003)])
+    row = row_figures([*make_rounds(1.0, gap=0.001), *make_rounds(1.0, gap=0.003)])
     assert row["itl_ms"] == {"mean": 2.0, "median": 2.0, "std": 1.0, "p99": 3.0}
 
 

@@ -1,17 +1,20 @@
 """`outrider bench speculation`: the arithmetic of its figures, and the command from options to files."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from outrider.platform.cli.bench.machine import command_line
 from outrider.platform.cli.bench.prompt_files import Prompt, read_prompts
+from outrider.platform.cli.bench.speculation import speculation_session
 from outrider.platform.cli.bench.speculation.modes import MODES, available_modes, make_modes
 from outrider.platform.cli.bench.speculation.tasks import Task, without_draft_weights
 from outrider.platform.cli.main import main
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.lora_request import LoRARequest
+from outrider.platform.engine.engine_core import EngineCore
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +50,13 @@ def test_adaptive_may_be_over_any_drafter():
 
 
 def test_a_mode_may_name_its_number_of_drafts():
-    modes = make_modes(["eagle3:2", "eagle3"], {"eagle3": "e"}, 4)[1:]
+    modes = make_modes(["eagle3:2", "eagle3", "adaptive:eagle3:7"], {"eagle3": "e"}, 4)[1:]
     assert [(mode.name, mode.method, mode.config["num_speculative_tokens"]) for mode in modes] == [
         ("eagle3:2", "eagle3", 2),
         ("eagle3", "eagle3", 4),
+        ("adaptive:eagle3:7", "eagle3", 7),
     ]
+    assert [mode.config.get("adaptive", False) for mode in modes] == [False, False, True]
 
 
 def test_methods_depend_on_the_weights():
@@ -73,6 +78,7 @@ def test_the_control_is_another_engine_like_off():
         ("magic", "unknown mode"),
         ("adaptive:off", "unknown mode"),
         ("adaptive:", "unknown mode"),
+        ("adaptive:ngram:0", "unknown mode"),
         ("ngram:0", "unknown mode"),
         ("ngram:many", "unknown mode"),
     ],
@@ -163,6 +169,30 @@ def test_the_picture_is_one(demo_result):
     assert image.shape[0] > 400
     assert image.shape[1] > 800
     assert image[..., :3].std() > 0.05  # not blank
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_engines_are_built_ends_the_command_and_shuts_them_down(monkeypatch, number):
+    built, shut_down = [], []
+
+    class Core(EngineCore):
+        def __init__(self, args):
+            super().__init__(args)
+            built.append(self)
+            signal.raise_signal(number)
+
+        def shutdown(self):
+            shut_down.append(self)
+            super().shutdown()
+
+    monkeypatch.setattr(speculation_session, "EngineCore", Core)
+    try:
+        status = main([*QUICK, "--modes", "ngram", "--tasks", "base"])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 128 + number
+    assert len(built) == 1
+    assert shut_down == built
 
 
 def test_synthetic_acceptance_is_announced_first(capsys, tmp_path):

@@ -42,7 +42,7 @@ def test_rows_have_the_shares_of_drafts(rows):
     assert rows[1]["drafts_verified"] == {"0": 0.2, "4": 0.8}
 
 
-def table_of(rows) -> list[str]:
+def render_table(rows) -> list[str]:
     report = {
         "labels": ["RANDOM WEIGHTS"],
         "model": {"name": "x", "num_parameters": 3e6, "dtype": "float32"},
@@ -54,7 +54,7 @@ def table_of(rows) -> list[str]:
 
 
 def test_the_table_shows_its_rows(rows):
-    lines = table_of(rows)
+    lines = render_table(rows)
     assert lines[0] == "RANDOM WEIGHTS"
     assert "x, 3M parameters, float32, on a processor, threads: 2" in lines[1]
     assert "4 drafts a step, median of 2 rounds" in lines[2]
@@ -81,5 +81,5 @@ def test_the_table_shows_its_rows(rows):
 
 
 def test_columns_without_a_value_for_off_are_empty(rows):
-    shown = next(line for line in table_of(rows) if line.startswith("json") and " off " in line)
+    shown = next(line for line in render_table(rows) if line.startswith("json") and " off " in line)
     assert shown.split() == "json with off 9.0 1.00 0.00 1.00 200.0 100.00 100.0 2/2".split()

@@ -46,16 +46,18 @@ def command(target, tmp_path):
     return make
 
 
-def options_of(*arguments):
+def resolve_options(*arguments):
     return train_draft.resolve(build_parser().parse_args(arguments))
 
 
 def test_flags_become_options(command):
-    options = options_of(*command("--aux-layers", "0,1,2", "--no-progress", "--lr", "0.5", "--generate"))
+    options = resolve_options(*command("--aux-layers", "0,1,2", "--no-progress", "--lr", "0.5", "--generate"))
     assert options.aux_layers == (0, 1, 2)
     assert (options.steps, options.lr, options.generate, options.progress) == (4, 0.5, True, False)
     assert options.own_lm_head is False
-    demo = options_of("train-draft", "--method", "medusa", "--model", DEMO_MODEL_NAME, "--data", "x", "--output", "y")
+    demo = resolve_options(
+        "train-draft", "--method", "medusa", "--model", DEMO_MODEL_NAME, "--data", "x", "--output", "y"
+    )
     assert demo.model == str(demo_model_path())
 
 
@@ -172,7 +174,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_is_generated(comma
 def test_output_that_is_a_file(command, tmp_path):
     (tmp_path / "out").write_text("x")
     with pytest.raises(InvalidRequestError, match="is not a folder"):
-        train_draft.prepare_output(options_of(*command()))
+        train_draft.prepare_output(resolve_options(*command()))
 
 
 # --- what is deleted, and when --------------------------------------------------------------------------------------
@@ -347,7 +349,7 @@ def adapter(target, tmp_path_factory):
     return folder
 
 
-def texts_of(target, prompts, lora=None, **options):
+def greedy_texts(target, prompts, lora=None, **options):
     """Greedy texts of the engine as token ids, the adapters that it knows in the end, and drafts that it verified."""
     from outrider import LLM, SamplingParams
 
@@ -372,10 +374,10 @@ def test_draft_weights_are_trained_on_the_adapters_text(kind, command, target, a
     assert "draft-lora: 16 samples to learn from" in capsys.readouterr().out
     lines = [json.loads(line) for line in (out / "generated.jsonl").read_text().splitlines()]
     prompts, found = ([line[f"{part}_token_ids"] for line in lines] for part in ("prompt", "completion"))
-    assert found != texts_of(target, prompts)[0], "the base says something else"
+    assert found != greedy_texts(target, prompts)[0], "the base says something else"
     lora = LoRARequest("own", path=str(adapter), draft_path=str(out))
     config = {"method": kind, "model": str(draft), "num_speculative_tokens": 3}
-    texts, known, _ = texts_of(target, prompts, lora, speculative_config=config)
+    texts, known, _ = greedy_texts(target, prompts, lora, speculative_config=config)
     assert found == texts
     assert [(info.name, info.draft) for info in known] == [("own", "loaded")]
     weights = load_file(out / "adapter_model.safetensors")
@@ -390,6 +392,6 @@ def test_an_eagle_head_of_the_command_drafts(command, target, tmp_path):
     assert load_file(out / "model.safetensors")["layers.0.mlp.up_proj.weight"].shape == (24, 32)
     config = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
     prompts = [[5, 6, 7], [9, 8]]
-    texts, _, num_drafts = texts_of(target, prompts, speculative_config=config | {"adaptive": False})
-    assert texts == texts_of(target, prompts)[0]
+    texts, _, num_drafts = greedy_texts(target, prompts, speculative_config=config | {"adaptive": False})
+    assert texts == greedy_texts(target, prompts)[0]
     assert num_drafts > 0

@@ -177,16 +177,16 @@ def test_chat_takes_the_template_of_the_model_the_adapter_or_the_call(model_path
     async def scenario(llm: AsyncLLM) -> None:
         messages = [{"role": "user", "content": "hello"}]
 
-        async def prompt_of(**options: Any) -> str:
+        async def first_prompt(**options: Any) -> str:
             outputs = [output async for output in llm.chat(messages, SamplingParams(max_tokens=2), **options)]
             assert outputs[-1].finished
             return str(outputs[-1].prompt)
 
-        assert await prompt_of() == "<|user|>hello</s><|assistant|>"
-        assert await prompt_of(add_generation_prompt=False, tenant="t", priority=3) == "<|user|>hello</s>"
-        assert await prompt_of(lora_request=adapter) == "adapter hello"
+        assert await first_prompt() == "<|user|>hello</s><|assistant|>"
+        assert await first_prompt(add_generation_prompt=False, tenant="t", priority=3) == "<|user|>hello</s>"
+        assert await first_prompt(lora_request=adapter) == "adapter hello"
         own = "{% for m in messages %}mine {{ m.content }}{% endfor %}"
-        assert await prompt_of(lora_request=adapter, chat_template=own) == "mine hello"
+        assert await first_prompt(lora_request=adapter, chat_template=own) == "mine hello"
         with pytest.raises(InvalidRequestError, match="bad role"):
             await anext(llm.chat([{"role": "bad", "content": "x"}]))
         stream = llm.chat(messages, LONG, "left", delta=True)
@@ -243,7 +243,7 @@ def test_undecodable_messages_are_answered_and_stop_nothing(model_path: str) -> 
             [b"A", b"\x80", b"x"],
             [b"A", msgspec.msgpack.encode([5])],
         ):
-            await engine._link._socket.send_multipart(frames)
+            engine._link._socket.send_multipart(frames)
         assert not (await anext(stream)).finished
         await stream.aclose()  # type: ignore[attr-defined]
         assert (await collect(llm.generate([5])))[-1].finished

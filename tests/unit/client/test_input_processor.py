@@ -1,5 +1,6 @@
 """Prompts to engine requests, and everything that is refused on the way."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -318,11 +319,18 @@ def test_long_tokens_may_fill_the_context(processor: InputProcessor) -> None:
     assert len(processor.parse_prompt(longest * (MAX_MODEL_LEN - 2)).token_ids) < MAX_MODEL_LEN
 
 
-@pytest.mark.parametrize("make", [list, tuple, iter])
-def test_the_length_is_checked_before_the_ids(processor: InputProcessor, make: Any) -> None:
-    ids: list[Any] = [5] * (MAX_MODEL_LEN + 1) + ["not an id"] * 10
+def test_endless_token_ids_are_too_long(processor: InputProcessor) -> None:
     with pytest.raises(PromptTooLongError):
-        processor.parse_prompt(make(ids))
+        processor.prepare("r", itertools.repeat(5))  # type: ignore[arg-type]
+
+
+def test_a_full_context_is_too_long_with_default_parameters(processor: InputProcessor) -> None:
+    for prompt in ([5] * MAX_MODEL_LEN, [5] * (MAX_MODEL_LEN + 9)):
+        with pytest.raises(
+            PromptTooLongError, match=rf"\({len(prompt)} in the prompt, 1 in the completion\)"
+        ) as caught:
+            processor.prepare("r", prompt)
+        assert caught.value.param == "prompt"
 
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context(processor: InputProcessor) -> None:

@@ -34,16 +34,16 @@ from outrider.platform.core.sampling_params import SamplingParams
 def llm(model_path: str) -> Iterator[LLM]:
     with LLM.from_engine_args(EngineArgs(model=model_path), engine="fake_engine:FakeEngine") as made:
         yield made
-        assert not engine_of(made).has_work()
+        assert not fake_engine_in(made).has_work()
 
 
-def engine_of(llm: LLM) -> fake_engine.FakeEngine:
+def fake_engine_in(llm: LLM) -> fake_engine.FakeEngine:
     engine = llm.llm_engine.engine_core
     assert isinstance(engine, fake_engine.FakeEngine)
     return engine
 
 
-def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
+def output_ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -59,7 +59,7 @@ def test_kernel_configs_are_found_or_refused(model_path: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     with LLM(model_path, kernel_configs=Path("x.json")) as made:
         assert os.environ[VARIABLE] == str(tmp_path / "x.json")
-        assert ids_of(made.generate([7, 6, 5], SHORT, use_tqdm=False)) == [[7, 6]]
+        assert output_ids(made.generate([7, 6, 5], SHORT, use_tqdm=False)) == [[7, 6]]
     (tmp_path / "x.json").write_text('{"version": 7}')
     for options in ({"kernel_configs": str(tmp_path)}, {}):  # by the keyword, and by the variable
         with pytest.raises(InvalidRequestError, match=r"x.json: version: must be 1, got 7") as raised:
@@ -72,16 +72,16 @@ def test_one_prompt_and_many(llm: LLM) -> None:
     prompts: list[Any] = ["hello", {"prompt": "dog"}, {"prompt_token_ids": [9, 8]}, [7, 6, 5]]
     outputs = llm.generate(prompts, SHORT, use_tqdm=False)
     assert [output.prompt for output in outputs] == ["hello", "dog", None, None]
-    assert ids_of(outputs)[2:] == [[9, 8], [7, 6]]
+    assert output_ids(outputs)[2:] == [[9, 8], [7, 6]]
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
-    assert ids_of(llm.generate([7, 6, 5], SHORT, use_tqdm=False)) == [[7, 6]]
+    assert output_ids(llm.generate([7, 6, 5], SHORT, use_tqdm=False)) == [[7, 6]]
     assert llm.generate([], use_tqdm=False) == []
 
 
 def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=n) for n in (5, 1, 3)]
     outputs = llm.generate([[10], [11], [12]], params, use_tqdm=False)
-    assert ids_of(outputs) == [[10] * 5, [11], [12] * 3]
+    assert output_ids(outputs) == [[10] * 5, [11], [12] * 3]
 
 
 def test_default_sampling_params(llm: LLM) -> None:
@@ -91,7 +91,7 @@ def test_default_sampling_params(llm: LLM) -> None:
 def test_lists_are_paired(llm: LLM) -> None:
     lora = LoRARequest("a", path="/a")
     llm.generate([[10], [11]], SHORT, lora_request=[lora, None], use_tqdm=False, priority=[1, 2])
-    added = engine_of(llm).added
+    added = fake_engine_in(llm).added
     assert [(request.lora, request.priority) for request in added] == [(lora, 1), (None, 2)]
     outputs = llm.generate([[10], [11]], SHORT, lora_request=lora, use_tqdm=False, priority=5)
     assert [output.lora_request for output in outputs] == [lora, lora]
@@ -101,12 +101,12 @@ def test_tenants_and_their_weights(llm: LLM) -> None:
     llm.generate([[10], [11]], SHORT, use_tqdm=False, tenant=["a", "b"], weight=[2, 0.5])
     llm.generate([[10], [11]], SHORT, use_tqdm=False, tenant="c", weight=3.0)
     llm.generate([[10]], SHORT, use_tqdm=False)
-    added = [(request.tenant, request.weight) for request in engine_of(llm).added]
+    added = [(request.tenant, request.weight) for request in fake_engine_in(llm).added]
     assert added == [("a", 2), ("b", 0.5), ("c", 3.0), ("c", 3.0), ("", 1.0)]
     with pytest.raises(InvalidRequestError) as caught:
         llm.generate([[10], [11]], SHORT, use_tqdm=False, weight=[1.0, -1.0])
     assert caught.value.param == "weight"
-    assert len(engine_of(llm).added) == len(added), "nothing was started"
+    assert len(fake_engine_in(llm).added) == len(added), "nothing was started"
 
 
 @pytest.mark.parametrize("name", ["sampling_params", "lora_request", "priority", "tenant", "weight"])
@@ -121,7 +121,7 @@ def test_n_and_stop_strings(llm: LLM, tokenizer: Any) -> None:
     params = SamplingParams(n=2, max_tokens=50, stop=["fox"])
     [output] = llm.generate("the quick brown fox jumps ", params, use_tqdm=False)
     assert [sequence.text for sequence in output.outputs] == ["the quick brown "] * 2
-    assert engine_of(llm).aborted == [f"{output.request_id}~0#{i}" for i in range(2)]
+    assert fake_engine_in(llm).aborted == [f"{output.request_id}~0#{i}" for i in range(2)]
 
 
 def test_wrong_request_starts_nothing(llm: LLM) -> None:
@@ -129,27 +129,27 @@ def test_wrong_request_starts_nothing(llm: LLM) -> None:
         llm.generate([[5], [5] * 200], use_tqdm=False)
     with pytest.raises(InvalidRequestError):
         llm.generate(3, use_tqdm=False)  # type: ignore[arg-type]
-    assert engine_of(llm).added == []
+    assert fake_engine_in(llm).added == []
 
 
 def test_refused_by_the_engine_aborts_the_others(llm: LLM) -> None:
     broken = LoRARequest("b", path="broken")
     with pytest.raises(AdapterError):
         llm.generate([[5], [6]], lora_request=[None, broken], use_tqdm=False)
-    assert len(engine_of(llm).aborted) == 1
-    assert ids_of(llm.generate([[9]], SHORT, use_tqdm=False)) == [[9, 9]]
+    assert len(fake_engine_in(llm).aborted) == 1
+    assert output_ids(llm.generate([[9]], SHORT, use_tqdm=False)) == [[9, 9]]
 
 
 def test_failing_sequence_raises_its_error_and_aborts_the_others(llm: LLM) -> None:
     with pytest.raises(AdapterError, match="broken"):
         llm.generate([[fake_engine.FAIL_REQUEST], [6]], SamplingParams(n=2), use_tqdm=False)
-    assert not engine_of(llm).has_work()
+    assert not fake_engine_in(llm).has_work()
     assert len(llm.llm_engine.output_processor) == 0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_interrupt_aborts_all(llm: LLM, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(llm)
+    engine = fake_engine_in(llm)
 
     def step() -> Any:
         raise error
@@ -162,7 +162,7 @@ def test_interrupt_aborts_all(llm: LLM, error: type[BaseException], monkeypatch:
 
 
 def test_engine_that_forgets_a_request_is_noticed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_of(llm), "has_work", lambda: False)
+    monkeypatch.setattr(fake_engine_in(llm), "has_work", lambda: False)
     with pytest.raises(OutriderError, match="lost"):
         llm.generate("hello", use_tqdm=False)
 
@@ -287,7 +287,7 @@ def test_shutdown_twice(model_path: str) -> None:
     llm = LLM.from_engine_args(EngineArgs(model=model_path), engine="fake_engine:FakeEngine")
     llm.shutdown()
     llm.shutdown()
-    assert engine_of(llm).closed == 1
+    assert fake_engine_in(llm).closed == 1
 
 
 def test_after_shutdown(model_path: str) -> None:

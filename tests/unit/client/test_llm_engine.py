@@ -18,6 +18,7 @@ from outrider.platform.core.errors import (
     InvalidUserInputError,
     NotFoundError,
     OutriderError,
+    PromptTooLongError,
     ShuttingDownError,
 )
 from outrider.platform.core.lora_request import LoRARequest
@@ -185,3 +186,26 @@ def test_profiles_of_the_process_that_has_the_engine(model_path: str, monkeypatc
         )
 
     async_helpers.run(async_helpers.make(model_path), scenario)
+
+
+def test_all_clients_have_the_same_error_for_a_long_prompt(engine: LLMEngine, model_path: str) -> None:
+    prompt, params = [5] * (fake_engine.MAX_MODEL_LEN - 2), SamplingParams(max_tokens=3)
+    errors = []
+    with pytest.raises(PromptTooLongError) as caught:
+        engine.add_request("r", prompt, params)
+    errors.append(caught.value.info())
+    llm = LLM.from_engine_args(EngineArgs(model=model_path), engine="fake_engine:FakeEngine")
+    with pytest.raises(PromptTooLongError) as caught:
+        llm.generate([prompt], params, use_tqdm=False)
+    errors.append(caught.value.info())
+    llm.shutdown()
+
+    async def generate(llm: AsyncLLM) -> None:
+        with pytest.raises(PromptTooLongError) as caught:
+            async for _ in llm.generate(prompt, params):
+                pass
+        errors.append(caught.value.info())
+
+    async_helpers.run(async_helpers.make(model_path), generate)
+    assert errors[0].param == "max_tokens"
+    assert errors == errors[:1] * 3

@@ -42,7 +42,7 @@ def started(model: Path, **options: Any) -> LLM:
     return LLM.from_engine_args(EngineArgs(model=str(model), **options), engine="fake_engine:FakeEngine")
 
 
-def params_of(llm: LLM, *arguments: Any, prompt: Any = (10,), **options: Any) -> SamplingParams:
+def engine_params(llm: LLM, *arguments: Any, prompt: Any = (10,), **options: Any) -> SamplingParams:
     """Parameters that the engine gets for one prompt."""
     llm.generate(list(prompt), *arguments, use_tqdm=False, **options)
     engine = llm.llm_engine.engine_core
@@ -53,11 +53,11 @@ def params_of(llm: LLM, *arguments: Any, prompt: Any = (10,), **options: Any) ->
 def test_requests_without_parameters_take_the_models(model: Path) -> None:
     with started(model) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_k=5, max_tokens=3)
-        assert params_of(llm) == SamplingParams(temperature=0.7, top_k=5, max_tokens=3)
-        given = params_of(llm, SamplingParams(max_tokens=2))
+        assert engine_params(llm) == SamplingParams(temperature=0.7, top_k=5, max_tokens=3)
+        given = engine_params(llm, SamplingParams(max_tokens=2))
         assert (given.temperature, given.top_k, given.max_tokens) == (1.0, 0, 2)
         room = llm.engine_info.max_model_len - 1
-        assert params_of(llm, prompt=[10] * room).max_tokens == 1, "no more than fits"
+        assert engine_params(llm, prompt=[10] * room).max_tokens == 1, "no more than fits"
 
 
 @pytest.mark.parametrize("choice", ["none", "vllm"])
@@ -65,7 +65,7 @@ def test_no_file(model: Path, choice: str) -> None:
     adapter = LoRARequest("a", path=str(write(model.parent / "a", temperature=0.1)))
     with started(model, generation_config=choice) as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
-        assert params_of(llm, lora_request=adapter) == SamplingParams()
+        assert engine_params(llm, lora_request=adapter) == SamplingParams()
 
 
 def test_a_file_that_the_option_names(model: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_file_that_the_option_names(model: Path, tmp_path: Path) -> None:
     for choice in (other, other / "generation_config.json"):
         with started(model, generation_config=str(choice)) as llm:
             wanted = SamplingParams(top_p=0.5, repetition_penalty=1.1, min_p=0.05)
-            assert llm.get_default_sampling_params() == params_of(llm) == wanted
+            assert llm.get_default_sampling_params() == engine_params(llm) == wanted
             assert {1, 8, 9} <= set(llm.llm_engine.engine_core.added[-1].eos_token_ids)  # type: ignore[attr-defined]
 
 
@@ -82,15 +82,15 @@ def test_an_adapters_own_come_before_the_models(model: Path, tmp_path: Path) -> 
     adapter = LoRARequest("a", path=str(write(tmp_path / "a", temperature=0.1, top_p=0.9)))
     plain = LoRARequest("b", path=str(tmp_path))
     with started(model) as llm:
-        own = params_of(llm, lora_request=adapter)
+        own = engine_params(llm, lora_request=adapter)
         assert (own.temperature, own.top_p, own.top_k, own.max_tokens) == (0.1, 0.9, 5, 3)
-        assert params_of(llm, SamplingParams(max_tokens=2), lora_request=adapter).temperature == 1.0
-        assert params_of(llm, lora_request=(adapter, 0.5)).temperature == 0.1
-        assert params_of(llm, lora_request=[(adapter, 0.5), (plain, 0.5)]).temperature == 0.7
-        assert params_of(llm, lora_request=plain).temperature == 0.7
+        assert engine_params(llm, SamplingParams(max_tokens=2), lora_request=adapter).temperature == 1.0
+        assert engine_params(llm, lora_request=(adapter, 0.5)).temperature == 0.1
+        assert engine_params(llm, lora_request=[(adapter, 0.5), (plain, 0.5)]).temperature == 0.7
+        assert engine_params(llm, lora_request=plain).temperature == 0.7
         write(tmp_path / "a", temperature=0.2)
         llm.load_lora_adapter(adapter)
-        assert params_of(llm, lora_request="a").temperature == 0.2, "after a reload its file is read again"
+        assert engine_params(llm, lora_request="a").temperature == 0.2, "after a reload its file is read again"
 
 
 def test_asynchronous_requests_take_them_too(model: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_wrong_values_are_named(model: Path, written: str, said: str) -> None:
     folder = write(model.parent / "a")
     (folder / "generation_config.json").write_text(written)
     with started(model) as llm, pytest.raises(AdapterError, match=said):
-        params_of(llm, lora_request=LoRARequest("a", path=str(folder)))
+        engine_params(llm, lora_request=LoRARequest("a", path=str(folder)))
 
 
 def test_a_file_that_is_not_there_is_found_before_the_engine_starts(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_values_that_override_all_files(model: Path, tmp_path: Path) -> None:
     adapter = LoRARequest("a", path=str(write(tmp_path / "adapter", temperature=0.2, top_k=9)))
     with started(model, enable_lora=True, override_generation_config={"temperature": 0.5}) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=5, max_tokens=3)
-        assert params_of(llm, lora_request=adapter) == SamplingParams(temperature=0.5, top_k=9, max_tokens=3)
+        assert engine_params(llm, lora_request=adapter) == SamplingParams(temperature=0.5, top_k=9, max_tokens=3)
     for wrong in ({"temprature": 0.5}, {"temperature": -1}, [1]):
         with pytest.raises(InvalidRequestError, match="override_generation_config"):
             started(model, override_generation_config=wrong)

@@ -34,7 +34,7 @@ def _fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_factory, "DEFAULT_ENGINE", "fake_engine:FakeEngine")
 
 
-def args_of(llm: LLM) -> EngineArgs:
+def engine_args(llm: LLM) -> EngineArgs:
     engine: Any = llm.llm_engine.engine_core
     return engine.args
 
@@ -52,7 +52,7 @@ HARMLESS: dict[str, Any] = {
 
 def test_keywords_equal_to_the_default_behaviour(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
     with LLM(model_path, **HARMLESS) as made, LLM(model_path) as plain:
-        assert args_of(made) == args_of(plain)
+        assert engine_args(made) == engine_args(plain)
     assert "no effect" not in caplog.text
 
 

@@ -164,6 +164,22 @@ def test_heads_in_the_target_need_no_model():
     assert parse_speculative({"method": "mtp"}).adaptive
 
 
+def test_uno_takes_the_names_of_vllm():
+    config = parse_speculative({"method": "uno", "uno_lora_path": "/d", "uno_mask_token_id": 151669})
+    assert (config.model, config.uno_mask_token_id) == ("/d", 151669)
+    assert (config.num_speculative_tokens, config.adaptive) == (8, True)
+    for given, words in (
+        ({}, "uno needs a model"),
+        ({"model": "/d", "uno_mask_token_id": 1}, "uno_mask_token_id must be .*2"),
+        ({"model": "/d", "quantization": "int8"}, "quantization means nothing to method uno"),
+        ({"model": "/d", "uno_lora_path": "/d"}, "unknown field 'uno_lora_path'"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            parse_speculative({"method": "uno", **given})
+    with pytest.raises(InvalidRequestError, match="uno_mask_token_id means nothing to method dflash"):
+        parse_speculative({"method": "dflash", "model": "/d", "uno_mask_token_id": 9})
+
+
 def test_the_bounds_of_prompt_lookup_go_with_the_fallback_of_adaptive_drafters():
     config = parse_speculative({"method": "eagle3", "model": "/d", "prompt_lookup_max": 4, "prompt_lookup_min": 2})
     assert (config.prompt_lookup_min, config.prompt_lookup_max, config.adaptive) == (2, 4, True)

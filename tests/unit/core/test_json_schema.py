@@ -21,7 +21,7 @@ from outrider.platform.core.constraint_check import CHECKER
 from outrider.platform.core.json_schema import served
 from outrider.platform.core.structured_outputs import MAX_CONSTRAINT_CHARS
 
-from ...grammar_walk import accepts, compiled, draw, drawn, grammar_of
+from ...grammar_walk import accepts, compiled, draw, drawn, make_grammar_text
 
 
 def check_valid(schema, seed=0, count=30):
@@ -48,7 +48,7 @@ RULES = {
 }
 
 
-def judge_of(schema):
+def make_judge(schema):
     """Function that returns True for a number that fits the schema."""
     rules = [(RULES[key], exact(bound)) for key, bound in schema.items() if key != "type"]
     is_integer = schema["type"] == "integer"
@@ -67,13 +67,13 @@ def test_all_bounds_of_numbers(kind, step, low, high):
         schema = {"type": kind}
         schema |= ({low: least} if low else {}) | ({high: most} if high else {})
         schema |= {"multipleOf": step} if step else {}
-        fits = judge_of(schema)
+        fits = make_judge(schema)
         inside = list(filter(fits, values))
         if not inside and low and high:
             with pytest.raises(AssertionError):  # of no number
-                compiled(grammar_of(schema))
+                compiled(make_grammar_text(schema))
             continue
-        grammar = grammar_of(schema)
+        grammar = make_grammar_text(schema)
         for text in filter(None, (draw(grammar, rng, 24) for _ in range(3))):
             if "e" not in text.lower():
                 assert fits(exact(float(text)) if "." in text else Fraction(int(text))), (schema, text)
@@ -101,7 +101,7 @@ def test_all_bounds_of_numbers(kind, step, low, high):
     ],
 )  # fmt: skip
 def test_exclusive_and_large_bounds_are_rewritten(schema, wrong, right):
-    grammar = grammar_of(schema)
+    grammar = make_grammar_text(schema)
     assert [text for text in wrong if accepts(grammar, text)] == []
     assert [text for text in right if not accepts(grammar, text)] == []
 
@@ -115,7 +115,7 @@ def test_steps_are_read_as_they_are_written(step):
     for kind in ("number", "integer"):
         schema = {"type": kind, "multipleOf": float(step)}
         assert CHECKER.check(StructuredOutputsParams(json=schema)) == []
-        grammar = grammar_of(schema)
+        grammar = make_grammar_text(schema)
         for value in (exact * count + more for count in counts for more in (0, Fraction(1, 10**digits))):
             is_whole = value.denominator == 1
             text = str(value) if is_whole else f"{float(value):.{digits}f}"
@@ -230,7 +230,7 @@ def test_names_of_properties(schema):
 
 def test_a_dictionary_of_known_names_takes_all_of_them():
     schema = {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"minimum": 3}}
-    grammar = grammar_of(schema)
+    grammar = make_grammar_text(schema)
     for text in ("{}", '{"a": 3}', '{"b": 4}', '{"a": 3, "b": 4}'):
         assert accepts(grammar, text), text
     assert not any(accepts(grammar, text) for text in ('{"c": 3}', '{"a": 2}', '{"a": 3, "a": 3}'))
@@ -263,7 +263,7 @@ DECIMALS = {
 def test_look_ahead_is_rewritten_without_look_ahead(pattern, right, wrong):
     schema = {"type": "string", "pattern": pattern}
     assert CHECKER.check(StructuredOutputsParams(json=schema)) == []
-    grammar = grammar_of(schema)
+    grammar = make_grammar_text(schema)
     assert [text for text in right if not accepts(grammar, f'"{text}"')] == []
     assert [text for text in wrong if accepts(grammar, f'"{text}"')] == []
     for text in drawn(schema, 3, 40, limit=60):
@@ -313,7 +313,7 @@ def test_formats_together_with_other_keywords(schema, ignored):
     ],
 )
 def test_dates_are_in_the_calendar(name, right, wrong):
-    grammar = grammar_of({"type": "string", "format": name})
+    grammar = make_grammar_text({"type": "string", "format": name})
     assert [text for text in right.split() if not accepts(grammar, f'"{text}"')] == []
     assert [text for text in wrong.split() if accepts(grammar, f'"{text}"')] == []
 

@@ -45,7 +45,7 @@ def threads():
     made.close()
 
 
-def row_of(state, place, drafts=()):
+def make_row(state, place, drafts=()):
     request = SimpleNamespace(grammar=state, tokens=[1, 2], num_prompt_tokens=1)
     return SimpleNamespace(request=request, num_drafts=len(drafts), drafts=(drafts,), place=place, is_draft=False)
 
@@ -55,8 +55,8 @@ def row_of(state, place, drafts=()):
 def test_masks(threads, size, share):
     allowed = np.random.default_rng(size).random((3, size)) < share
     state = State(threads, np.packbits(allowed, axis=1, bitorder="little"))
-    first = row_of(state, 4)
-    rows = [first, row_of(state, 0, (5,)), row_of(state, 2, (5, 6))]
+    first = make_row(state, 4)
+    rows = [first, make_row(state, 0, (5,)), make_row(state, 2, (5, 6))]
     for row in rows:
         row.request = first.request
     before = torch.randn(5, size)
@@ -73,14 +73,14 @@ def test_a_slow_grammar_delays_no_other_request(threads):
     everything = [np.full(2, 255, np.uint8)]
     slow, quick = State(threads, everything, seconds=1.0), State(threads, everything)
     logits = torch.zeros(2, 16)
-    mask_logits(logits, [row_of(slow, 0), row_of(quick, 1)])
+    mask_logits(logits, [make_row(slow, 0), make_row(quick, 1)])
     assert (slow.is_deferred, quick.is_deferred) == (True, False)
     assert logits[0].isinf().all()
     assert not logits[1].isinf().any()
-    mask_logits(logits, [row_of(slow, 0)])
+    mask_logits(logits, [make_row(slow, 0)])
     assert slow.num_deferred == 2
     slow.release()
-    mask_logits(logits := torch.zeros(2, 16), [row_of(slow, 0)])
+    mask_logits(logits := torch.zeros(2, 16), [make_row(slow, 0)])
     assert (slow.is_deferred, slow.num_deferred) == (False, 0)
     assert not logits[0].isinf().any()
 

@@ -33,7 +33,7 @@ def grammars(tokenizer):
     made.close()
 
 
-def state_of(grammars, ends=(0,), max_tokens=None, **constraint):
+def make_state(grammars, ends=(0,), max_tokens=None, **constraint):
     params = SamplingParams(max_tokens=max_tokens, structured_outputs=StructuredOutputsParams(**constraint))
     request = Request("r", [1], 1, params, seed_key=0, eos_token_ids=frozenset(ends))
     while grammars.admit(request) is not None:
@@ -83,21 +83,21 @@ CONSTRAINTS = {
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_drafts_that_were_undone_change_no_mask(grammars, name):
     for seed in range(3):
-        plain = walk(state_of(grammars, **CONSTRAINTS[name]), random.Random(seed), {0})
-        tried = walk(state_of(grammars, **CONSTRAINTS[name]), random.Random(seed), {0}, tries=4)
+        plain = walk(make_state(grammars, **CONSTRAINTS[name]), random.Random(seed), {0})
+        tried = walk(make_state(grammars, **CONSTRAINTS[name]), random.Random(seed), {0}, tries=4)
         assert plain == tried
 
 
 def test_a_text_without_a_choice_has_the_tokenizers_own_tokens(grammars, tokenizer):
     text = '{"order": "green lamps for Anna in Lisbon"}'
-    state = state_of(grammars, regex=re.escape(text))
+    state = make_state(grammars, regex=re.escape(text))
     forced = state.forced([], MAX_FORCED, NEVER)
     assert tokenizer.decode(forced) == text
     assert forced == tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_forced_tokens_end_at_a_choice(grammars, tokenizer):
-    state = state_of(grammars, regex="only this (one|two)!")
+    state = make_state(grammars, regex="only this (one|two)!")
     assert tokenizer.decode(state.forced([], MAX_FORCED, NEVER)) == "only this", (
         "the space may be part of the next token"
     )
@@ -107,7 +107,7 @@ def test_forced_tokens_end_at_a_choice(grammars, tokenizer):
 def test_the_requests_own_tokens_end_its_answer(grammars):
     """One compiled grammar serves requests, and adapters, with other end tokens."""
     for ends in ((0,), (5, 9), (0,)):
-        state = state_of(grammars, ends, choice=["a", "ab"])
+        state = make_state(grammars, ends, choice=["a", "ab"])
         tokens = walk(state, random.Random(1), set())
         assert set(tokens[-8:]) <= set(ends)
         state.fill(tokens, [], NEVER)
@@ -117,7 +117,7 @@ def test_the_requests_own_tokens_end_its_answer(grammars):
 
 def test_a_long_bounded_text_outlives_its_lexer(grammars):
     """A matcher with too many lexer states starts again; it visited 16,384 long before this text ends."""
-    state = state_of(grammars, regex=r"(\p{L}{1,500} ){1,500}")
+    state = make_state(grammars, regex=r"(\p{L}{1,500} ){1,500}")
     tokens = walk(state, random.Random(3), {0}, most=900)
     assert len(tokens) == 900 or tokens[-1] == 0
     assert not state.problem
@@ -127,7 +127,7 @@ def test_a_long_bounded_text_outlives_its_lexer(grammars):
 @pytest.mark.parametrize("attribute", ["", "[max_tokens=400]"])
 def test_sequences_share_a_lexer_that_becomes_full(grammars, attribute):
     text = f'start: "q" word\nword{attribute}: /(\\p{{L}}{{1,500}} ){{1,500}}/'
-    states = [state_of(grammars, grammar=text) for _ in range(2)]
+    states = [make_state(grammars, grammar=text) for _ in range(2)]
     tokens: list[list[int]] = [[], []]
     rng = random.Random(5)
     for _ in range(350):
@@ -141,7 +141,7 @@ def test_sequences_share_a_lexer_that_becomes_full(grammars, attribute):
 
 
 def test_a_grammar_that_becomes_too_complex_is_an_error(grammars):
-    state = state_of(grammars, grammar='start: a{0,400}\na: b{0,10}\nb: "x"{0,10}')
+    state = make_state(grammars, grammar='start: a{0,400}\na: b{0,10}\nb: "x"{0,10}')
     tokens = []
     while not state.problem and len(tokens) < 400:
         state.fill(tokens, [], NEVER)
@@ -153,19 +153,19 @@ def test_a_grammar_that_becomes_too_complex_is_an_error(grammars):
 def test_compiled_grammars_are_kept_by_bytes_and_failures_cost_nothing(grammars):
     largest = "x" * 60_000
     for index in range(8):
-        state_of(grammars, regex=f"{largest}{index}")
+        make_state(grammars, regex=f"{largest}{index}")
     assert 1 < grammars.num_kept < 8
     assert grammars.kept_bytes <= KEPT_BYTES
     for index in range(200):
         with pytest.raises(InvalidRequestError):
-            state_of(grammars, grammar=f"start: nothing{index}")
-    state_of(grammars, regex="last")
+            make_state(grammars, grammar=f"start: nothing{index}")
+    make_state(grammars, regex="last")
     assert grammars.kept_bytes <= KEPT_BYTES
 
 
 def test_a_long_text_without_a_choice_costs_no_more_than_a_short_one(grammars):
     """Each step tokenizes the text that it may propose, not the rest."""
-    state = state_of(grammars, regex="a{150000}")
+    state = make_state(grammars, regex="a{150000}")
     forced = state.forced([], MAX_FORCED, NEVER)
     assert len(forced) == MAX_FORCED
     assert state.seconds < 0.2
@@ -177,7 +177,7 @@ def test_a_long_text_without_a_choice_costs_no_more_than_a_short_one(grammars):
 )
 def test_a_text_that_may_go_on_in_one_token_leaves_a_choice(grammars, tokenizer, regex, before, texts):
     """After `":` a number may begin with " -", or with " " before a digit: neither is the only one."""
-    state = state_of(grammars, regex=regex)
+    state = make_state(grammars, regex=regex)
     tokens = tokenizer.encode(before, add_special_tokens=False)
     state.fill(tokens, [], NEVER)
     found = {tokenizer.decode([token]) for token in allowed(state.masks(tokens, [])[0])}
@@ -190,7 +190,7 @@ def test_a_text_that_may_go_on_in_one_token_leaves_a_choice(grammars, tokenizer,
 def test_masks_allow_all_fitting_tokens_except_other_tokenizations_of_forced_text(grammars, name):
     """A masked token is one after which the text is still sure: its letters are in the one token that is left."""
     rng = random.Random(11)
-    state = state_of(grammars, **CONSTRAINTS[name])
+    state = make_state(grammars, **CONSTRAINTS[name])
     text_of = state.grammar.vocabulary.text
     tokens = []
     for _ in range(30):
@@ -202,12 +202,12 @@ def test_masks_allow_all_fitting_tokens_except_other_tokenizations_of_forced_tex
             (only,) = mask
             least = min((text_of(token) for token in plain), key=len)
             assert all(text_of(token).startswith(least) for token in plain)
-            other = state_of(grammars, **CONSTRAINTS[name])
+            other = make_state(grammars, **CONSTRAINTS[name])
             for token in plain:  # each tokenization ends within the remaining token, or after it
                 other.fill([*tokens, token], [], NEVER)
                 following = [text_of(token) + text_of(more) for more in allowed(other._plain[()])]
                 assert all(text[: len(text_of(only))] == text_of(only)[: len(text)] for text in following)
-                other = state_of(grammars, **CONSTRAINTS[name])
+                other = make_state(grammars, **CONSTRAINTS[name])
         tokens.append(rng.choice(mask))
         if tokens[-1] == 0:
             break
@@ -231,7 +231,7 @@ def test_a_list_of_calls_ends_before_its_tokens_do(grammars, tokenizer, max_toke
     """A model that always begins another call, whose arguments look like ends of lists."""
     options = {"json": {"type": "array", "items": CALL, "minItems": 1}, "disable_any_whitespace": True}
     for seed in range(4):
-        state = state_of(grammars, max_tokens=max_tokens, ends_list=True, **options)
+        state = make_state(grammars, max_tokens=max_tokens, ends_list=True, **options)
         rng, tokens, text = random.Random(seed), [], ""
         while len(tokens) < max_tokens and tokens[-1:] != [0]:
             if tries:
@@ -249,7 +249,7 @@ def test_a_word_longer_than_the_window_is_one_token(grammars, tokenizer):
     long = max((text for text in tokenizer.get_vocab() if text.isascii() and text.isalpha()), key=len)
     spaces = " " * 40
     for text in (f"so {long}{long} ends", f"so{spaces}ends"):
-        forced = state_of(grammars, regex=re.escape(text)).forced([], MAX_FORCED, NEVER)
+        forced = make_state(grammars, regex=re.escape(text)).forced([], MAX_FORCED, NEVER)
         assert forced == tokenizer.encode(text, add_special_tokens=False)[: len(forced)]
         assert len(forced) >= len(tokenizer.encode(text, add_special_tokens=False)) - 1
 

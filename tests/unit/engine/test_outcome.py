@@ -33,13 +33,23 @@ def test_steps_are_counted_by_the_drafter_of_their_drafts():
         request.drafts = Drafts(drafts, drafter=drafter)
         row = RowPlan(request, len(request.tokens) - 1, 1 + len(drafts), len(drafts), samples=True, max_new_drafts=3)
         accept(row, RowResult(got, accepted), max_model_len=100)
-    assert (totals.steps_by_k, totals.drafts_by_drafter, totals.accepted_by_drafter) == ([1, 1, 2], [1, 2], [1, 2])
+    assert (totals.steps_by_k, totals.drafts_by_drafter, totals.tokens_by_drafter) == ([1, 1, 2], [1, 2], [2, 4])
     assert sum(totals.drafts_by_drafter) == totals.num_verifications
-    assert sum(totals.accepted_by_drafter) == totals.num_accepted_tokens
+    assert totals.by_drafter(["eagle3", "ngram"]) == {"off": (1, 1), "eagle3": (1, 2), "ngram": (2, 4)}
     more = SpeculationCounts()
     for _ in range(2):
         more.add(totals)
-    assert (more.drafts_by_drafter, more.accepted_by_drafter) == ([2, 4], [2, 4])
+    assert (more.drafts_by_drafter, more.tokens_by_drafter) == ([2, 4], [4, 8])
+
+
+def test_a_step_whose_text_ends_on_a_draft_generated_its_drafts_alone():
+    totals = SpeculationCounts()
+    request = Request("r", [1, 2], 2, SamplingParams(max_tokens=4), seed_key=0, speculation_totals=totals)
+    for drafts, got, accepted in ([], [3], 0), ([4, 5, 6], [4, 5, 6, 7], 3):
+        delta = step(request, drafts, got, accepted)
+    assert (delta.token_ids, delta.finish_reason) == ([4, 5, 6], "length")
+    assert totals.by_drafter(["ngram"]) == {"off": (1, 1), "ngram": (1, 3)}
+    assert sum(tokens for _, tokens in totals.by_drafter(["ngram"]).values()) == request.num_output_tokens
 
 
 def test_recent_drafts_follow_the_last_steps():
@@ -107,7 +117,7 @@ def test_steps_are_counted_by_their_drafts():
     for drafts, got, num_accepted in (([], [3], 0), ([4, 5], [4, 9], 1), ([6], [8], 0), ([6], [6, 7], 1), ([], [3], 0)):
         delta = step(request, drafts, got, num_accepted)
         assert delta.speculation is request.speculation  # after every step: the client may end it at any
-    expected = SpeculationCounts(3, 4, 2, [2, 0], [2, 2, 1], [3], [2])
+    expected = SpeculationCounts(3, 4, 2, [2, 0], [2, 2, 1], [3], [5])
     assert request.speculation == request.speculation_totals == expected
 
 

@@ -244,7 +244,7 @@ OTHERS = [
 ]
 
 
-def plan_of(scheduler, *requests):
+def make_plan(scheduler, *requests):
     for item in requests:
         scheduler.add(item)
     plan = scheduler.schedule()
@@ -255,24 +255,24 @@ def plan_of(scheduler, *requests):
 @pytest.mark.parametrize("params", READERS)
 def test_edits_that_read_the_sampled_token_wait_for_it(params):
     scheduler = make()
-    plan = plan_of(scheduler, request("a", [1], 5), request("b", [2], 5, params))
+    plan = make_plan(scheduler, request("a", [1], 5), request("b", [2], 5, params))
     assert not scheduler.can_plan_next(plan)
 
 
 @pytest.mark.parametrize("params", OTHERS)
 def test_others_do_not_wait(params):
     scheduler = make()
-    assert scheduler.can_plan_next(plan_of(scheduler, request("a", [1], 5, params)))
+    assert scheduler.can_plan_next(make_plan(scheduler, request("a", [1], 5, params)))
 
 
 def test_a_prompt_chunk_samples_nothing_to_wait_for():
     scheduler = make()
-    assert scheduler.can_plan_next(plan_of(scheduler, request("a", range(30), 5, READERS[0])))
+    assert scheduler.can_plan_next(make_plan(scheduler, request("a", range(30), 5, READERS[0])))
 
 
 def test_drafts_wait_for_verification():
     scheduler = make(limits=DraftLimits(2))
-    assert not scheduler.can_plan_next(plan_of(scheduler, request("a", [1], 5)))
+    assert not scheduler.can_plan_next(make_plan(scheduler, request("a", [1], 5)))
 
 
 def test_a_sequence_in_flight_is_not_preempted_before_its_commit():
@@ -368,7 +368,7 @@ def test_an_error_while_a_step_is_launched_ends_the_one_in_flight():
 
 def test_steps_are_committed_in_the_order_of_their_launch():
     scheduler = make()
-    plan_of(scheduler, request("a", [1], 5))
+    make_plan(scheduler, request("a", [1], 5))
     second = scheduler.schedule()
     scheduler.launched(second)
     assert second.rows[0].awaits_token

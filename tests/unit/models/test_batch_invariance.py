@@ -19,7 +19,7 @@ from ...tiny_families import FAMILIES, SIZES
 GPU = torch.device("cuda")
 
 
-def config_of(name: str, **changed: object) -> DecoderConfig:
+def make_config(name: str, **changed: object) -> DecoderConfig:
     family = FAMILIES[name]
     raw = getattr(transformers, f"{family.prefix}Config")(**{**SIZES, **family.config}).to_dict()
     config = config_from_hf({**raw, "architectures": [f"{family.prefix}ForCausalLM"]}, torch.bfloat16)
@@ -29,7 +29,7 @@ def config_of(name: str, **changed: object) -> DecoderConfig:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_a_gpu_serves_it(name: str) -> None:
     pytest.importorskip("triton")
-    check_batch_invariance(config_of(name), GPU)
+    check_batch_invariance(make_config(name), GPU)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_gpu_serves_it(name: str) -> None:
 def test_a_gpu_refuses_it(name: str, changed: dict[str, object], reason: str) -> None:
     """Before any memory of the GPU is taken."""
     pytest.importorskip("triton")
-    config = config_of(name, **changed)
+    config = make_config(name, **changed)
     with pytest.raises(InvalidRequestError, match=reason) as caught:
         Decoder(config, GPU)
     assert caught.value.param == "batch_invariant"
@@ -56,4 +56,4 @@ def test_a_gpu_refuses_it(name: str, changed: dict[str, object], reason: str) ->
 def test_without_triton_nothing_is_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_invariance, "has_triton", lambda: False)
     with pytest.raises(InvalidRequestError, match="without Triton"):
-        check_batch_invariance(config_of("llama"), GPU)
+        check_batch_invariance(make_config("llama"), GPU)

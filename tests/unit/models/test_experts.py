@@ -47,7 +47,7 @@ CASES |= {
 PROMPTS = {0: list(range(3, 40)), 1: [7], 2: list(range(90, 60, -2)), 3: list(range(5, 130, 3))}
 
 
-def logits_of(run: Callable, chunk: int) -> dict[int, torch.Tensor]:
+def compute_logits(run: Callable, chunk: int) -> dict[int, torch.Tensor]:
     """Logits of all prompts, `chunk` tokens of each in a step."""
     parts: dict[int, list[torch.Tensor]] = {row: [] for row in PROMPTS}
     for start in range(0, max(map(len, PROMPTS.values())), chunk):
@@ -69,7 +69,7 @@ def test_logits_match_transformers_in_both_layouts(
     reference.save_pretrained(tmp_path / "merged", save_original_format=False)
     for folder in (path, tmp_path / "merged"):
         for chunk in (1, 16, 1000):
-            for row, logits in logits_of(driver(load_model(folder)), chunk).items():
+            for row, logits in compute_logits(driver(load_model(folder)), chunk).items():
                 torch.testing.assert_close(logits, expected[row], atol=1e-4, rtol=0, msg=f"{folder}, {chunk}, {row}")
 
 
@@ -80,7 +80,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, save_tiny:
     tokens = torch.tensor([PROMPTS[3]])
     with torch.no_grad():
         theirs, exactly = reference(tokens).logits[0].float(), exact(tokens).logits[0]
-    ours = logits_of(driver(load_model(path)), 1000)[3]
+    ours = compute_logits(driver(load_model(path)), 1000)[3]
     # Not the mean: a token whose experts change with a rounding is far off, here or there.
     assert (ours - exactly).abs().median() < 1.2 * (theirs - exactly).abs().median()
 
@@ -104,7 +104,7 @@ def test_experts_stored_as_mxfp4(save_tiny: Callable, driver: Callable, tmp_path
     save_file(tensors, tmp_path / "model.safetensors")
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPTS[3]])).logits[0]
-    got = logits_of(driver(load_model(tmp_path)), 1000)[3]
+    got = compute_logits(driver(load_model(tmp_path)), 1000)[3]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     for name in (f"{key}_scales", f"{key}_blocks"):
         save_file({k: tensor for k, tensor in tensors.items() if k != name}, tmp_path / "model.safetensors")

@@ -18,7 +18,7 @@ TOKENS = list(range(3, 33))
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 64}
 
 
-def config_of(architecture: str, **values: object) -> object:
+def parse_config(architecture: str, **values: object) -> object:
     return config_from_hf({"architectures": [architecture], "num_key_value_heads": 4, **SIZES, **values}, torch.float32)
 
 
@@ -41,9 +41,9 @@ def test_layers_that_predict_further_tokens_are_not_loaded(save_tiny: Callable, 
 def test_sparse_attention_bounds_the_context(save_tiny: Callable, tmp_path: Path) -> None:
     folder, _ = save_tiny("DeepseekV32", **FAMILIES["deepseek3.2"].config)
     assert read_facts(folder).max_position_embeddings == 128
-    assert config_of("DeepseekV32ForCausalLM").max_position_embeddings == 2048
+    assert parse_config("DeepseekV32ForCausalLM").max_position_embeddings == 2048
     with pytest.raises(UnsupportedModelError, match="index_topk must be a positive integer"):
-        config_of("DeepseekV32ForCausalLM", index_topk=0)
+        parse_config("DeepseekV32ForCausalLM", index_topk=0)
 
 
 def test_files_without_a_bias_of_the_choice(save_tiny: Callable, driver: Callable) -> None:
@@ -55,20 +55,20 @@ def test_files_without_a_bias_of_the_choice(save_tiny: Callable, driver: Callabl
 
 
 def test_published_configs() -> None:
-    minimax = config_of("MiniMaxM2ForCausalLM", head_dim=128, rotary_dim=64, rope_theta=5000000, num_mtp_modules=3)
+    minimax = parse_config("MiniMaxM2ForCausalLM", head_dim=128, rotary_dim=64, rope_theta=5000000, num_mtp_modules=3)
     assert (minimax.rope.rotary_dim, minimax.rope.theta, minimax.experts.num_experts) == (64, 5e6, 256)
-    glm = config_of("Glm4MoeForCausalLM", n_routed_experts=160, use_qk_norm=True, partial_rotary_factor=0.5)
+    glm = parse_config("Glm4MoeForCausalLM", n_routed_experts=160, use_qk_norm=True, partial_rotary_factor=0.5)
     assert (glm.qk_norm, glm.rope.rotary_dim, glm.experts.num_experts) == (True, 8, 160)
     assert glm.experts.layers == {1, 2, 3}
-    assert not config_of("Glm4MoeForCausalLM").qk_norm
-    ernie = config_of("Ernie4_5_MoeForCausalLM", moe_layer_start_index=2, moe_layer_end_index=3, moe_num_experts=8)
+    assert not parse_config("Glm4MoeForCausalLM").qk_norm
+    ernie = parse_config("Ernie4_5_MoeForCausalLM", moe_layer_start_index=2, moe_layer_end_index=3, moe_num_experts=8)
     assert (ernie.experts.layers, ernie.experts.num_experts) == ({2, 3}, 8)
-    lfm = config_of("Lfm2MoeForCausalLM", layer_types=[*["conv"] * 3, "full_attention"], intermediate_size=100)
+    lfm = parse_config("Lfm2MoeForCausalLM", layer_types=[*["conv"] * 3, "full_attention"], intermediate_size=100)
     assert (lfm.intermediate_size, lfm.experts.layers) == (100, {2, 3})
-    ministral = config_of("Ministral3ForCausalLM")
+    ministral = parse_config("Ministral3ForCausalLM")
     assert (ministral.query_scaling, ministral.max_position_embeddings) == ((0.1, 16384.0), 262144)
     assert ministral.rope.attention_factor == 1.0
-    assert config_of("MinistralForCausalLM", sliding_window=7).windows == (7,) * 4
+    assert parse_config("MinistralForCausalLM", sliding_window=7).windows == (7,) * 4
 
 
 PUBLISHED = {"head_dim": 10, "num_heads": 4, "short_conv_kernel_size": 4}
@@ -97,8 +97,8 @@ def test_kimi_linear_as_it_is_published(save_tiny: Callable, driver: Callable) -
 
 def test_kimi_linear_without_groups_of_experts() -> None:
     sizes = {"num_hidden_layers": 5, "num_expert_group": 8, "topk_group": 4}
-    assert config_of("KimiLinearForCausalLM", **sizes).experts.num_groups == 8
-    plain = config_of("KimiLinearForCausalLM", use_grouped_topk=False, **sizes)
+    assert parse_config("KimiLinearForCausalLM", **sizes).experts.num_groups == 8
+    plain = parse_config("KimiLinearForCausalLM", use_grouped_topk=False, **sizes)
     assert (plain.experts.num_groups, plain.experts.top_groups) == (1, 1)
 
 
@@ -118,4 +118,4 @@ def test_kimi_linear_without_groups_of_experts() -> None:
 )
 def test_unsupported_fields_are_named(architecture: str, field: str, value: object) -> None:
     with pytest.raises(UnsupportedModelError, match=field):
-        config_of(architecture, **{field: value})
+        parse_config(architecture, **{field: value})

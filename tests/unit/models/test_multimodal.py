@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     return save
 
 
-def logits_of(folder: Path, driver: Callable) -> torch.Tensor:
+def compute_logits(folder: Path, driver: Callable) -> torch.Tensor:
     return driver(load_model(folder)).forward_once({0: TOKENS})[0]
 
 
@@ -77,8 +77,8 @@ def test_gemma3n_as_published(driver: Callable, tmp_path: Path) -> None:
     file = tmp_path / "whole" / "config.json"
     text = json.loads(file.read_text())
     file.write_text(json.dumps({"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}))
-    expected = logits_of(tmp_path / "text", driver)
-    torch.testing.assert_close(logits_of(tmp_path / "whole", driver), expected, atol=0, rtol=0)
+    expected = compute_logits(tmp_path / "text", driver)
+    torch.testing.assert_close(compute_logits(tmp_path / "whole", driver), expected, atol=0, rtol=0)
     whole[attention.format(0, "extra")] = torch.ones(2)
     save_file(whole, tmp_path / "whole" / "model.safetensors")
     with pytest.raises(InvalidRequestError, match=r"unexpected: model.layers.0.*extra"):
@@ -101,7 +101,7 @@ def test_logits_are_those_of_transformers_and_no_tower_is_read(
         return stored.read()
 
     monkeypatch.setattr(loader, "read_weights", lambda path, param, **_: noted(path / "model.safetensors", param))
-    ours = logits_of(folder, driver)
+    ours = compute_logits(folder, driver)
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
@@ -138,7 +138,7 @@ def test_names_as_modules_have_them(name: str, saved: Callable, driver: Callable
             "qwen3.5-vl-moe",
         )
     }
-    torch.testing.assert_close(logits_of(tmp_path / "new", driver), logits_of(folder, driver), atol=0, rtol=0)
+    torch.testing.assert_close(compute_logits(tmp_path / "new", driver), compute_logits(folder, driver), atol=0, rtol=0)
 
 
 def test_experts_as_the_published_files_have_them(saved: Callable, driver: Callable, tmp_path: Path) -> None:
@@ -148,7 +148,9 @@ def test_experts_as_the_published_files_have_them(saved: Callable, driver: Calla
     turned = {key: tensor.mT.contiguous() if ".experts." in key else tensor for key, tensor in stored.items()}
     assert [tensor.shape for tensor in turned.values()] != [tensor.shape for tensor in stored.values()]
     save_file(turned, tmp_path / "published" / "model.safetensors")
-    torch.testing.assert_close(logits_of(tmp_path / "published", driver), logits_of(folder, driver), atol=0, rtol=0)
+    torch.testing.assert_close(
+        compute_logits(tmp_path / "published", driver), compute_logits(folder, driver), atol=0, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", ["mrope", "default"])
@@ -163,7 +165,7 @@ def test_config_before_text_config(kind: str, saved: Callable, driver: Callable,
 
     folder, _ = saved("qwen2.5-vl")
     old = changed(folder, tmp_path / "old", flat)
-    torch.testing.assert_close(logits_of(old, driver), logits_of(folder, driver), atol=0, rtol=0)
+    torch.testing.assert_close(compute_logits(old, driver), compute_logits(folder, driver), atol=0, rtol=0)
     assert eos_token_ids(old) == {1}
 
 
@@ -192,7 +194,7 @@ def test_a_head_of_its_own_decides_about_tying(
 
     folder, _ = saved("mistral3")
     path = changed(folder, tmp_path / "ties", ties)
-    torch.testing.assert_close(logits_of(path, driver), logits_of(folder, driver), atol=0, rtol=0)
+    torch.testing.assert_close(compute_logits(path, driver), compute_logits(folder, driver), atol=0, rtol=0)
 
 
 def test_published_configs_that_leave_out_most_keys() -> None:
@@ -280,7 +282,9 @@ def test_gguf_files(
     folder, _ = save_tiny(family, hidden_size=64, intermediate_size=96, **(experts if "Moe" in family else {}))
     monkeypatch.setitem(gguf_files.NAMES, f"{family}ForCausalLM", name)
     gguf_files.write_gguf(folder, tmp_path / "m.gguf")
-    torch.testing.assert_close(logits_of(tmp_path / "m.gguf", driver), logits_of(folder, driver), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        compute_logits(tmp_path / "m.gguf", driver), compute_logits(folder, driver), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen2.5-vl"])
@@ -288,7 +292,7 @@ def test_transformers_code_serves_them_too(name: str, saved: Callable, driver: C
     folder, _ = saved(name)
     model = load_model(folder, options=loader.ModelOptions(impl="transformers"))
     ours = driver(model).forward_once({0: TOKENS})[0]
-    torch.testing.assert_close(ours, logits_of(folder, driver), atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours, compute_logits(folder, driver), atol=1e-4, rtol=0)
 
 
 def test_all_text_models_are_families() -> None:

@@ -10,7 +10,7 @@ import pytest
 from outrider.models.pass_grid import Grid, PassLimits, PassShape, bucket, make_grid, spread
 
 
-def grid_of(rows: int, drafts: int, each: int = 1, **more: int) -> Grid:
+def grid_for(rows: int, drafts: int, each: int = 1, **more: int) -> Grid:
     return make_grid(PassLimits(rows, 4096, max_drafts=drafts, graphs_per_shape=each, **more))
 
 
@@ -29,7 +29,7 @@ def test_buckets_waste_at_most_a_third() -> None:
     ("rows", "drafts", "each"), [*itertools.product((1, 5, 64, 256, 512), (0, 1, 4, 16), (1, 2, 3))]
 )
 def test_there_are_few_shapes_and_they_serve_all_steps(rows: int, drafts: int, each: int) -> None:
-    grid = grid_of(rows, drafts, each)
+    grid = grid_for(rows, drafts, each)
     assert each * (len(grid.decodes) + len(grid.prompts)) <= 60
     rng = random.Random(rows)
     for _ in range(50):
@@ -46,7 +46,7 @@ def test_there_are_few_shapes_and_they_serve_all_steps(rows: int, drafts: int, e
 def test_steps_without_drafts_are_padded_least(rows: int, drafts: int, each: int) -> None:
     """A pass of an 8B model takes about as long as reading the weights takes, and for each 256 tokens as long again: of
     that time padding takes at most an eighth, and for one request nothing."""
-    grid = grid_of(rows, drafts, each)
+    grid = grid_for(rows, drafts, each)
     for count in range(1, rows + 1):
         shape = smallest(grid.decodes, [1] * count)
         assert shape is not None
@@ -58,7 +58,7 @@ def test_steps_without_drafts_are_padded_least(rows: int, drafts: int, each: int
 
 def test_rows_share_the_tokens_of_a_shape() -> None:
     """Few rows with many drafts among many without need no shape of their own."""
-    grid = grid_of(16, 4)
+    grid = grid_for(16, 4)
     assert smallest(grid.decodes, [5, *[1] * 9]) == smallest(grid.decodes, [2] * 4 + [1] * 6)
     shape = smallest(grid.prompts, [5, 100, 1])
     assert shape == (16, 5, 128, True)
@@ -66,7 +66,7 @@ def test_rows_share_the_tokens_of_a_shape() -> None:
 
 
 def test_price_is_that_of_the_shape() -> None:
-    grid = grid_of(8, 4)
+    grid = grid_for(8, 4)
     assert grid.padded(8, 0) == 0
     assert {grid.padded(8, drafts) for drafts in range(1, 9)} == {8}
     assert {grid.padded(8, drafts) for drafts in range(9, 33)} == {32}

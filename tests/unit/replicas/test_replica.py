@@ -34,7 +34,7 @@ class Application:
         self.ended = "answered"
 
 
-def replica_of(app: Application) -> Replica:
+def make_replica(app: Application) -> Replica:
     replica = Replica(EngineArgs(), ServerConfig(), "second")
     replica.app = app
     return replica
@@ -46,7 +46,7 @@ def request(body: bytes) -> ForwardedRequest:
 
 def test_an_answer_is_a_stream_of_messages() -> None:
     async def run() -> list[dict[str, Any]]:
-        return [message async for message in replica_of(Application()).answer(request(b"hello"))]
+        return [message async for message in make_replica(Application()).answer(request(b"hello"))]
 
     messages = asyncio.run(run())
     assert messages[0]["headers"][0] == (b"x-path", b"/v1/chat/completions")
@@ -58,7 +58,7 @@ def test_a_client_that_stops_reading_has_hung_up() -> None:
     app = Application()
 
     async def run() -> None:
-        messages: AsyncIterator[dict[str, Any]] = replica_of(app).answer(request(b"for ever"))
+        messages: AsyncIterator[dict[str, Any]] = make_replica(app).answer(request(b"for ever"))
         for _ in range(3):
             await anext(messages)
         await messages.aclose()  # type: ignore[attr-defined]

@@ -51,9 +51,9 @@ class Engine:
     `drafts_count`: what was computed of drafts stays valid once they are accepted, as a draft model's does.
     """
 
-    def __init__(self, target, drafter, rng=None, *, drafts_count: bool = False) -> None:
+    def __init__(self, target, drafter, rng=None, *, drafts_count: bool = False, is_rated: bool = False) -> None:
         self.target, self.drafter, self.rng = target, drafter, rng or random.Random(0)
-        self.drafts_count = drafts_count
+        self.drafts_count, self.is_rated = drafts_count, is_rated
         self.kv = allocate_kv(drafter.needs.kv_layers, NUM_BLOCKS, BLOCK, torch.float32)
         drafter.bind(self.kv, no_adapters)
         self.free = list(range(NUM_BLOCKS))
@@ -118,6 +118,7 @@ class Engine:
             first_index=first_index,
             num_drafts=len(drafts),
             num_accepted=accepted,
+            is_rated=self.is_rated,
         )
         return row, tokens + drafts
 

@@ -57,10 +57,10 @@ def finished(number, tenant="a", tokens=300):
     return DraftRow(request, request.tokens, tokens, 0, 0, [0], sampled=True)
 
 
-def make(seconds, share=0.05):
+def make(seconds, tenants=("a",), **options):
     clock = Clock()
     trainer = Trainer(clock, seconds)
-    learner = Learner(LearnConfig(tenants=("a",), share=share), trainer, Rows(), lambda digest: {}, clock=clock)
+    learner = Learner(LearnConfig(tenants=tenants, **options), trainer, Rows(), lambda digest: {}, clock=clock)
     return clock, trainer, learner
 
 
@@ -109,6 +109,29 @@ def test_weights_that_are_not_finite_are_not_used():
         pass
     assert trainer.sizes
     assert learner.states()[0].num_versions == 0
+
+
+@pytest.mark.parametrize("broken", ["step", "start", "read"])
+def test_an_error_ends_the_training_of_one_tenant_alone(broken):
+    """Text that cannot be recorded or trained takes down neither the step nor the tenants whose text can be."""
+    _, trainer, learner = make(seconds=0.0, share=1.0, tenants=("a", "b"), max_learners=1)
+    store, calls = Store(), []
+    part = store if broken == "read" else trainer
+    works = getattr(part, broken)
+
+    def fails(*args):
+        calls.append(args)
+        raise RuntimeError("out of memory")
+
+    setattr(part, broken, fails)
+    learner.observe([finished(1)], store)
+    assert broken != "step" or learner.work() is not None
+    assert len(calls) == 1
+    setattr(part, broken, works)
+    learner.observe([finished(2, tenant="b")], store)
+    while learner.work() is not None:
+        pass
+    assert [(state.tenant, state.num_versions) for state in learner.states()] == [("b", 1)]
 
 
 def test_traffic_drops_the_oldest():

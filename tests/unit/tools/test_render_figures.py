@@ -74,7 +74,7 @@ def result_commands() -> list[str]:
     return list(dict.fromkeys(run["machine"]["command"] for result in results for run in result["runs"]))
 
 
-def source_of(script: str) -> str:
+def read_source(script: str) -> str:
     """Text of a script with the options that all benchmarks share, or of the package that a folder is."""
     path = ROOT / script
     if script.startswith("benchmarks/") and path.is_file():
@@ -89,7 +89,7 @@ def test_scripts_of_pages_exist_with_their_options() -> None:
     commands = [(script, options) for script, options in found if not script.startswith("benchmarks/results")]
     assert len(commands) > 10
     for script, options in commands:
-        source = source_of(script)
+        source = read_source(script)
         assert source, script
         for option in re.findall(r"--[a-z-]+", options.split("\n\n")[0].split("outrider")[0]):
             names = (option, option[2:], option[2:].replace("-", "_"))

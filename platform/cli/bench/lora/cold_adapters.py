@@ -114,7 +114,7 @@ def gaps_within(arrivals: Sequence[float], window: tuple[float, float]) -> list[
 def cold_figures(runs: Mapping[str, Sequence[ColdRun]]) -> dict[str, Any]:
     """ITL of warm requests by the kind of stream, from equally many runs of each.
 
-    `itl_p99_ratio` is the median over rounds of the p99 beside cold adapters over that beside loaded ones, the same
+    `itl_p99_ratio` is the median over rounds of the p99 with cold adapters over that with loaded ones, the same
     stream without loading; `itl_p99_ratio_to_quiet` over that without any stream.
     """
     p99 = {kind: [float(np.percentile(run.itl, 99)) for run in found] for kind, found in runs.items()}

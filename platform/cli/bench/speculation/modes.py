@@ -50,7 +50,8 @@ def make_modes(
     """The modes by name; "off" comes first and is always there, because all are compared with it.
 
     Args:
-        names: members of `MODES`, "adaptive:METHOD" for adaptive with that drafter, or "METHOD:K" for K drafts a step.
+        names: members of `MODES`, "adaptive:METHOD" for adaptive with that drafter, "METHOD:K" for K drafts a step, or
+            "adaptive:METHOD:K" for at most K.
         models: path of each method's weights.
         num_drafts: number of drafts a step of the other modes; the most that adaptive ones make.
         rates: synthetic acceptance rates, for every mode.
@@ -69,12 +70,14 @@ def make_modes(
 
 def _make(name: str, models: Mapping[str, str], num_drafts: int, rates: Sequence[float] | None) -> Mode:
     method, _, detail = name.partition(":")
-    if method in METHODS and detail.isdecimal() and int(detail) > 0:
+    before = f"{ADAPTIVE}:" if method == ADAPTIVE else ""
+    if before:
+        detail = detail or next((known for known in _METHODS_OF_ADAPTIVE if known in models), "ngram")
+        method, _, detail = detail.partition(":")
+    if detail.isdecimal() and int(detail) > 0:
         num_drafts = int(detail)
-    elif method == ADAPTIVE:
-        method = detail or next((known for known in _METHODS_OF_ADAPTIVE if known in models), "ngram")
-    if method not in METHODS or name not in (method, f"{method}:{num_drafts}", ADAPTIVE, f"{ADAPTIVE}:{method}"):
-        known = f"{', '.join(MODES)}, adaptive:METHOD and METHOD:K"
+    if method not in METHODS or name not in (ADAPTIVE, before + method, f"{before}{method}:{num_drafts}"):
+        known = f"{', '.join(MODES)}, adaptive:METHOD, METHOD:K and adaptive:METHOD:K"
         raise InvalidRequestError(f"unknown mode {name!r}; known are {known}", param="modes")
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
     if method in models:

@@ -37,9 +37,9 @@ def add_parser(kinds: Any) -> None:
     add(
         "--modes",
         type=list_of(str),
-        help=f"of {','.join(MODES)}, adaptive:METHOD, or METHOD:K for K drafts a step; adaptive alone has the EAGLE-3 "
-        "head, else the draft model, else n-grams; oracle replays the answers of off as drafts, which are always right "
-        "(default: all whose weights are there, without oracle and control)",
+        help=f"of {','.join(MODES)}, adaptive:METHOD, METHOD:K for K drafts a step, or adaptive:METHOD:K for at most "
+        "K; adaptive alone has the EAGLE-3 head, else the draft model, else n-grams; oracle replays the answers of off "
+        "as drafts, which are always right (default: all whose weights are there, without oracle and control)",
     )
     for method in MODEL_METHODS:
         add("--" + method.replace("_", "-"), metavar="PATH", help=f"weights of the {method} drafter")

@@ -41,7 +41,8 @@ def figures(cell: Cell, off: Cell) -> dict[str, Any]:
     cpu = [a.output_tokens / b.output_tokens * b.cpu_seconds / a.cpu_seconds for a, b in timed]
     counts = sum_speculation(Round.joined(cell.rounds).requests)
     steps = sum(counts.steps_by_k)
-    tokens, chosen = steps + counts.num_accepted_tokens, counts.by_drafter(cell.mode.drafters)
+    chosen = counts.by_drafter(cell.mode.drafters)
+    tokens = sum(made for _, made in chosen.values())
     return {
         "task": cell.task,
         "kind": cell.kind,

@@ -62,7 +62,7 @@ def measure_speculation(
         rank = max(largest_rank(Path(lora.path)) for lora in loras)
         shared |= {"enable_lora": True, "max_loras": len(loras), "max_lora_rank": rank}
     engines: list[ModeEngine] = []
-    with ExitStack() as stack:
+    with Interrupt() as interrupt, ExitStack() as stack:
         for mode in modes:
             if mode.method == ORACLE:  # the engine of off is there: it comes first
                 answers = scratch / "answers.jsonl"
@@ -73,9 +73,10 @@ def measure_speculation(
             engines.append(ModeEngine(mode, core))
             for lora in loras:
                 core.adapters.load(lora)
+            if interrupt.wanted is not None:  # nothing is measured yet
+                raise interrupt.error()
         freeze_heap()
-        with Interrupt() as interrupt:
-            measured = measure(engines, tasks, plan, stops=lambda: interrupt.wanted is not None)
+        measured = measure(engines, tasks, plan, stops=lambda: interrupt.wanted is not None)
     cut = [measured.cut] if measured.cut else []
     return {
         "labels": [*cut, *labels(synthetic=rates, random_weights=dummy)],

@@ -1,12 +1,12 @@
 """Local folders: what may be read of one, and a folder whose subfolders are adapters.
 
-Whoever names a folder over HTTP is not trusted with the server's file system: the folder, and every file of it that the
+A client that names a folder is not trusted with the server's file system: the folder, and every file of it that the
 engine would read, must really lie inside the allowed roots, whatever links say, and be a file or a folder.
 
 Checking and reading are two moments, and the engine reads in another process. So every read is confined to the roots
 again (`AdapterFolder`). The caller also takes the state of what it checked (inodes, sizes, times of change, which
 nobody can set back), lets the engine read the *real* path, and checks again: a load during which something was
-exchanged is undone. It remains that whoever may write into a root decides what its adapters are.
+exchanged is undone. It remains that a user who may write into a root decides what its adapters are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rules in Lark's syntax for the arguments of a strict tool, one property at a time.
 
-Where a call is not JSON as a whole, its schema must be an object of properties. In `qwen3_coder` each value stands
+If a call is not JSON as a whole, its schema must be an object of properties. In `qwen3_coder` each value stands
 between tags, a string as it is and anything else as JSON; the schema's types tell the parser which of them it is.
 """
 

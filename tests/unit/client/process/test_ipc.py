@@ -170,7 +170,9 @@ def test_link_carries_messages_both_ways_and_leaves_nothing() -> None:
             client.send(ipc.Add([EngineRequest("r", [1], SamplingParams(), priority=2**70)]))
         engine = ipc.EngineLink(client.folder)
         engine.send(ipc.Ready(INFO))
-        assert await client.receive() == ipc.Ready(INFO)
+        arrived: asyncio.Queue[ipc.Message] = asyncio.Queue()
+        client.listen(arrived.put_nowait)
+        assert await arrived.get() == ipc.Ready(INFO)
         client.send(ipc.Abort(["a"]))
         client.send(ipc.Stop())
         got: list[Any] = []

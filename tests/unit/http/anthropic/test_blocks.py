@@ -45,7 +45,7 @@ ANSWERS: dict[str, tuple[Any, str, list[dict[str, Any]]]] = {
 }
 
 
-def events_of(make, pieces):
+def block_events(make, pieces):
     blocks = BlockEvents(make())
     return [event for piece in pieces for event in blocks.feed(piece)] + blocks.finish()
 
@@ -83,15 +83,15 @@ def test_every_split(name):
     """In two pieces at each place, and in runs of each length, as speculation makes them."""
     make, text, expected = ANSWERS[name]
     for cut in range(len(text) + 1):
-        assert checked(events_of(make, [text[:cut], text[cut:]])) == expected
+        assert checked(block_events(make, [text[:cut], text[cut:]])) == expected
     for size in range(1, 24):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        assert checked(events_of(make, pieces)) == expected
+        assert checked(block_events(make, pieces)) == expected
 
 
 def test_one_call_at_most():
     _, text, expected = ANSWERS["forced"]
-    assert checked(events_of(lambda: ForcedCalls(None, parallel=False), text)) == expected[:1]
+    assert checked(block_events(lambda: ForcedCalls(None, parallel=False), text)) == expected[:1]
 
 
 @pytest.mark.parametrize("name", ["forced", "harmony"])
@@ -99,7 +99,7 @@ def test_a_call_that_is_cut_off_is_no_call(name):
     """A `tool_use` block has an object, which would look whole: a file would be written that ends in the middle."""
     make, text, expected = ANSWERS[name]
     text = text[: text.index("days") + 10]
-    *before, block = checked(events_of(make, [text]))
+    *before, block = checked(block_events(make, [text]))
     assert before == [each for each in expected if each["type"] == "thinking"]
     assert block["type"] == "text"
     assert text[text.index('{"city') :] in block["text"]
@@ -110,4 +110,4 @@ def test_a_call_that_is_cut_off_is_no_call(name):
 
 def test_arguments_that_are_no_object_are_no_call():
     parser = ForcedCalls("f")
-    assert checked(events_of(lambda: parser, ["[1]"]))[0]["type"] == "text"
+    assert checked(block_events(lambda: parser, ["[1]"]))[0]["type"] == "text"

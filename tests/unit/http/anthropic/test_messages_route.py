@@ -65,7 +65,7 @@ def streamed(http, **fields) -> list[dict[str, Any]]:
     return events
 
 
-def error_of(response, status: int, kind: str) -> dict[str, Any]:
+def check_error(response, status: int, kind: str) -> dict[str, Any]:
     assert response.status_code == status, response.text
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == kind
@@ -144,7 +144,7 @@ def test_thinking_is_found_without_tools(http, llm):
 def test_tools_of_a_coding_agent(http, llm):
     """They have more than 100,000 characters: too long for this context, not for a body."""
     tools = [TOOL | {"name": f"tool_{index}", "description": "a" * 6000} for index in range(20)]
-    assert "prompt is too long" in error_of(create(http, tools=tools), 400, "invalid_request_error")["message"]
+    assert "prompt is too long" in check_error(create(http, tools=tools), 400, "invalid_request_error")["message"]
 
 
 def test_forced_calls(http, llm):
@@ -250,7 +250,7 @@ def test_tokens_are_counted(http, llm):
     ],
 )  # fmt: skip
 def test_wrong_fields_are_named(http, fields, param):
-    error = error_of(create(http, **fields), 400, "invalid_request_error")
+    error = check_error(create(http, **fields), 400, "invalid_request_error")
     assert error["param"] == param
     assert param in error["message"] or param == "messages"
 
@@ -263,18 +263,18 @@ def test_thinking_of_neighbours_is_joined(http, llm):
 
 
 def test_errors_have_anthropics_form(http, make_http, llm):
-    error_of(create(http, model="nobody"), 404, "not_found_error")
-    error_of(http.get(PATH), 405, "invalid_request_error")
+    check_error(create(http, model="nobody"), 404, "not_found_error")
+    check_error(http.get(PATH), 405, "invalid_request_error")
     keyed = make_http(api_keys=("k",))
-    error_of(create(keyed), 401, "authentication_error")
+    check_error(create(keyed), 401, "authentication_error")
     for headers in ({"x-api-key": "k", "anthropic-version": "2023-06-01"}, {"Authorization": "Bearer k"}):
         answer = keyed.post(PATH, {"messages": MESSAGES, "max_tokens": 5}, headers=headers)
         assert message(answer)
         assert answer.headers["request-id"] == answer.headers["x-request-id"]
     llm.fail_after, llm.error = 0, OverloadedError("full")
-    error_of(create(http), 529, "overloaded_error")
+    check_error(create(http), 529, "overloaded_error")
     llm.error = RuntimeError("secret")
-    assert "secret" not in str(error_of(create(http), 500, "api_error"))
+    assert "secret" not in str(check_error(create(http), 500, "api_error"))
     llm.fail_after, llm.error = 2, EngineDeadError("died")
     events = streamed(http)
     assert (events[-1]["type"], events[-1]["error"]["type"]) == ("error", "overloaded_error")
@@ -311,16 +311,16 @@ def test_models_in_anthropics_form(http, make_http):
     assert model["created_at"].endswith("Z")
     assert http.get("/v1/models/m1").json()["object"] == "model", "without the header it is OpenAI's"
     assert http.get("/v1/models", params={"limit": 0}).json()["object"] == "list"
-    error_of(http.get("/v1/models/nobody", headers=version), 404, "not_found_error")
-    error_of(make_http(api_keys=("k",)).get("/v1/models", headers=version), 401, "authentication_error")
+    check_error(http.get("/v1/models/nobody", headers=version), 404, "not_found_error")
+    check_error(make_http(api_keys=("k",)).get("/v1/models", headers=version), 401, "authentication_error")
     for query in ({"limit": "0"}, {"limit": "1001"}, {"limit": "x"}, {"after_id": "nobody"}, {"before_id": "nobody"}):
-        error = error_of(http.get("/v1/models", headers=version, params=query), 400, "invalid_request_error")
+        error = check_error(http.get("/v1/models", headers=version, params=query), 400, "invalid_request_error")
         assert error["param"] == next(iter(query))
 
 
 def test_a_far_too_long_text_has_the_same_error(http):
     messages = [{"role": "user", "content": "word " * 20_000}]
-    error = error_of(create(http, messages=messages), 400, "invalid_request_error")
+    error = check_error(create(http, messages=messages), 400, "invalid_request_error")
     found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])
     assert found, error["message"]
     assert int(found[1]) > int(found[2])

@@ -299,3 +299,23 @@ def test_an_adapters_error_fails_its_request_alone(http, llm):
     assert error_in(http.post("/v1/completions", COMPLETION | {"model": "sql"}), 400)["type"] == "InvalidAdapter"
     llm.fail_after = None
     assert http.post("/v1/completions", COMPLETION).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "max_tokens"),
+    [
+        ("/v1/completions", {"prompt": [5] * 70, "max_tokens": 3}, "prompt", 3),
+        ("/v1/completions", {"prompt": [5] * 70, "max_tokens": 0, "echo": True}, "prompt", 1),
+        ("/v1/completions", {"prompt": [5] * 70, "use_beam_search": True, "n": 2}, "prompt", 1),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 65}]}, "messages", 1),
+        ("/v1/responses", {"input": "x" * 65}, "input", 1),
+        ("/v1/embeddings", {"input": [5] * 70}, "input", 1),
+        ("/v1/rerank", {"query": "a", "documents": ["b", "x" * 69]}, "documents", 1),
+    ],
+)
+def test_all_routes_have_the_same_error_for_a_long_prompt(http, llm, path, body, param, max_tokens):
+    error = error_in(http.post(path, body), 400)
+    assert (error["type"], error["param"]) == ("ContextLengthExceeded", param)
+    assert "context length is 64 tokens. However, " in error["message"]
+    assert f"you requested {70 + max_tokens} tokens (70 in the {param}, " in error["message"]
+    assert not llm.calls

@@ -53,7 +53,7 @@ def test_statistics_of_the_engine(http, llm):
             AdapterInfo("sql", "/p", "d", 8, 8, "device", pinned=True, num_running=2, draft="loaded", num_bytes=600),
             AdapterInfo("json", "/q", "e", 16, 16, "host", num_bytes=400),
         ],
-        speculation=[SpeculationEntry("", "t", SpeculationCounts(4, 16, 8, [4, 3, 1, 0], [6, 0, 0, 0, 4], [4], [8]))],
+        speculation=[SpeculationEntry("", "t", SpeculationCounts(4, 16, 8, [4, 3, 1, 0], [6, 0, 0, 0, 4], [4], [12]))],
     )  # fmt: skip
     found = stats(http)
     assert found["server"] | {"uptime": 0, "snapshot_age": 0, "version": ""} == {

@@ -13,7 +13,13 @@ from outrider.platform.core.adapter_names import (
     split_engine_name,
 )
 from outrider.platform.core.lora_request import LoRARequest, mix_of
-from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
+from outrider.platform.core.messages import (
+    AdapterInfo,
+    EngineStats,
+    LearningEntry,
+    SpeculationCounts,
+    SpeculationEntry,
+)
 from outrider.platform.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.platform.http.app import create_app
 from outrider.platform.http.observe import series_labels
@@ -169,3 +175,25 @@ def test_metrics_of_tenants_are_for_admins(http, llm, options, key, status):
 def test_restarts_are_counted(http, llm):
     llm.num_restarts = 2
     assert "outrider:engine_restarts_total 2.0" in http.get("/metrics").text
+
+
+def test_metrics_of_drafts_that_learn():
+    """By adapter and tenant; pairs of one tenant with several salts are one."""
+    metrics = Metrics()
+    stats = EngineStats(
+        learning=[
+            LearningEntry("sql", "acme", "ab", 3, 1, 0.5, 0.25, 100, failed=False),
+            LearningEntry("sql", "acme", "cd", 2, 0, 0.7, None, 30, failed=True),
+            LearningEntry("", "", "", 0, 0, 0.0, None, 8, failed=False),
+        ]
+    )
+    metrics.update(stats)
+    found = samples(metrics)
+    acme, base = (("adapter", "sql"), ("tenant", "acme")), (("adapter", ""), ("tenant", "default"))
+    values = {key[0].removeprefix("learning_"): found.get(key) for key in found if acme == key[1]}
+    assert values == {
+        "versions": 5, "versions_dropped": 1, "buffer_bytes": 130, "failed": 1, "acceptance": pytest.approx(0.6),
+        "acceptance_before": 0.25,
+    }  # fmt: skip
+    assert found[("learning_buffer_bytes", base)] == 8
+    assert ("learning_acceptance_before", base) not in found

@@ -75,7 +75,7 @@ def test_engine_metrics(http, llm):
         prefix_cache_queries=100, prefix_cache_hits=40, kv_host_bytes=7,
         drafters=["eagle3", "ngram"],
         speculation=[
-            SpeculationEntry("", "", SpeculationCounts(4, 16, 9, [4, 3, 2], [6, 0, 0, 0, 4], [3, 1], [7, 2], 1.5)),
+            SpeculationEntry("", "", SpeculationCounts(4, 16, 9, [4, 3, 2], [6, 0, 0, 0, 4], [3, 1], [10, 3], 1.5)),
             SpeculationEntry("sql", "", SpeculationCounts(1, 4, 1, [1])),
             SpeculationEntry("sql", "acme", SpeculationCounts(2, 8, 7, [2, 2])),
             SpeculationEntry("sql", "default", SpeculationCounts(5, 5, 5, [5])),

@@ -186,7 +186,7 @@ def is_whole(call: dict[str, Any]) -> bool:
         return False
 
 
-def pieces_of(text: str, random: Random) -> list[str]:
+def split_randomly(text: str, random: Random) -> list[str]:
     pieces, most = [], random.choice([1, 3, 8, 40])
     while text:
         size = random.randint(1, most)
@@ -210,7 +210,7 @@ def test_no_text_vanishes(kind):
         lost = set(WORD.findall(text)) - set(WORD.findall(found))
         assert not lost, (lost, text, whole)
         for _ in range(4):
-            assert parsed(kind, pieces_of(text, writer.random)) == whole, text
+            assert parsed(kind, split_randomly(text, writer.random)) == whole, text
 
 
 @pytest.mark.parametrize("kind", KINDS)

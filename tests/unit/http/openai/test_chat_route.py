@@ -19,7 +19,7 @@ def events(response) -> list:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def prompt_of(llm) -> str:
+def last_prompt(llm) -> str:
     return llm.tokenizer.decode(llm.calls[-1]["prompt"]["prompt_token_ids"])
 
 
@@ -37,7 +37,7 @@ def test_answer_has_the_openai_shape(http, llm):
         }
     ]
     assert answer["usage"]["completion_tokens"] == 5
-    assert prompt_of(llm) == "u:hi|a:"
+    assert last_prompt(llm) == "u:hi|a:"
 
 
 def test_output_goes_up_to_the_contexts_end(http, llm):
@@ -127,22 +127,22 @@ def test_stream_logprobs(http):
 def test_text_parts_are_joined(http, llm):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     chat(http, messages=[{"role": "developer", "content": "sys"}, {"role": "user", "content": parts}])
-    assert prompt_of(llm) == "s:sys|u:one\ntwo|a:"
+    assert last_prompt(llm) == "s:sys|u:one\ntwo|a:"
 
 
 def test_an_assistants_message_may_come_back_as_it_was(http, llm):
     answer = chat(http).json()["choices"][0]["message"]
     chat(http, messages=[*HELLO, answer | {"tool_calls": None, "annotations": []}, *HELLO])
-    assert prompt_of(llm) == "u:hi|a:Hello|u:hi|a:"
+    assert last_prompt(llm) == "u:hi|a:Hello|u:hi|a:"
     chat(http, messages=[*HELLO, answer | {"content": None}, *HELLO])
-    assert prompt_of(llm) == "u:hi|a:|u:hi|a:"
+    assert last_prompt(llm) == "u:hi|a:|u:hi|a:"
 
 
 def test_generation_prompt_can_be_left_out(http, llm):
     chat(http, add_generation_prompt=False)
-    assert prompt_of(llm) == "u:hi|"
+    assert last_prompt(llm) == "u:hi|"
     chat(http, continue_final_message=True, messages=[*HELLO, {"role": "assistant", "content": "So"}])
-    assert prompt_of(llm) == "u:hi|a:So"
+    assert last_prompt(llm) == "u:hi|a:So"
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_variables_of_the_template_that_requests_leave_out(make_http, llm, monke
     monkeypatch.setattr(llm.tokenizer, "apply_chat_template", render)
     http = make_http(chat_template_kwargs={"think": False})
     chat(http, chat_template_kwargs={"other": 1})
-    assert prompt_of(llm) == "think=False hi"
+    assert last_prompt(llm) == "think=False hi"
     chat(http, chat_template_kwargs={"think": True})
-    assert prompt_of(llm) == "think=True hi"
+    assert last_prompt(llm) == "think=True hi"
 
 
 def test_request_templates_need_trust(http, make_http):
@@ -247,15 +247,15 @@ def test_an_adapters_own_template_is_used(http, llm, make_http, tmp_path):
         expected = content if file.endswith("jinja") else json.loads(content)["chat_template"]
         expected = expected if isinstance(expected, str) else "listed "
         chat(http, model="own")
-        assert prompt_of(llm) == f"{expected}u:hi|a:"
-        assert llm.tokenizer.decode(tokens("own")) == prompt_of(llm)
+        assert last_prompt(llm) == f"{expected}u:hi|a:"
+        assert llm.tokenizer.decode(tokens("own")) == last_prompt(llm)
     for model in ("base", "other", "own:0.5+other:0.5"):
         chat(http, model=model)
-        assert prompt_of(llm) == "u:hi|a:"
+        assert last_prompt(llm) == "u:hi|a:"
     forced = make_http(chat_template="server ")
     forced.load_adapter("forced", str(tmp_path))
     chat(forced, model="forced")
-    assert prompt_of(llm) == "server u:hi|a:"
+    assert last_prompt(llm) == "server u:hi|a:"
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"["])

@@ -18,7 +18,7 @@ def loaded(http):
         http.load_adapter(name, f"/adapters/{name}")
 
 
-def parts_of(lora):
+def mix_parts(lora):
     if isinstance(lora, LoRAMix):
         return [(part.request.name, part.weight) for part in lora.parts]
     return lora if lora is None else lora.name
@@ -48,7 +48,7 @@ def test_model(http, llm, path, body, model, expected):
     response = http.post(path, body | {"model": model})
     assert response.status_code == 200, response.text
     assert response.json()["model"] == model, "what was asked for"
-    assert parts_of(llm.calls[-1]["lora_request"]) == expected
+    assert mix_parts(llm.calls[-1]["lora_request"]) == expected
 
 
 @pytest.mark.parametrize("model", [None, "base", "alias"])
@@ -58,7 +58,7 @@ def test_adapters(http, llm, path, body, model):
     response = http.post(path, body | {"model": model, "adapters": adapters})
     assert response.status_code == 200, response.text
     assert response.json()["model"] == "a:1.0+b:-0.5+c+d:1.0"
-    assert parts_of(llm.calls[-1]["lora_request"]) == [("a", 1.0), ("b", -0.5), ("c+d", 1.0)]
+    assert mix_parts(llm.calls[-1]["lora_request"]) == [("a", 1.0), ("b", -0.5), ("c+d", 1.0)]
     answer = http.post(path, body | {"adapters": [{"name": "a", "weight": 1}], "model": model}).json()
     assert answer["model"] == "a"
     assert llm.calls[-1]["lora_request"] == LoRARequest("a", path="/adapters/a", roots=("/",))

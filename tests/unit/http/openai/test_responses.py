@@ -83,15 +83,15 @@ ANSWERS = {
 }
 
 
-def parser_of(kind: str, *, parallel: bool = True):
+def make_parser(kind: str, *, parallel: bool = True):
     if kind == "forced":
         return ForcedCalls(None)
     return FormatParser(FORMATS["hermes"], "", with_calls=True, parallel=parallel)
 
 
-def events_of(pieces: list[str], kind: str = "") -> list[dict[str, Any]]:
+def item_events(pieces: list[str], kind: str = "") -> list[dict[str, Any]]:
     """Events with the ids numbered, and neighbouring deltas as one."""
-    output = OutputItems(parser_of(kind))
+    output = OutputItems(make_parser(kind))
     events = [event for piece in pieces for event in output.feed(piece)] + output.finish("completed")
     ids: dict[str, int] = {}
     text = json.dumps(events)
@@ -113,11 +113,11 @@ def test_events_do_not_depend_on_the_cuts(name):
     calls = [CALL, {"name": "other", "arguments": {}}]
     forced = json.dumps([{"name": c["name"], "parameters": c["arguments"]} for c in calls])
     text = forced if name == "forced" else ANSWERS[name]
-    whole = events_of([text], name)
+    whole = item_events([text], name)
     splits = [[text[:i], text[i:]] for i in range(len(text))]
     splits += [[text[i : i + size] for i in range(0, len(text), size)] for size in range(1, 12)]
     for pieces in splits:
-        assert events_of(pieces, name) == whole, pieces
+        assert item_events(pieces, name) == whole, pieces
     check_order(whole)
 
 
@@ -142,7 +142,7 @@ def check_order(events: list[dict[str, Any]]) -> None:
 
 
 def test_items_of_an_answer():
-    output = OutputItems(parser_of("", parallel=False))
+    output = OutputItems(make_parser("", parallel=False))
     output.feed(ANSWERS["all"])
     output.finish("completed")
     reasoning, message, call = output.items

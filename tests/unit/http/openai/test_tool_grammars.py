@@ -63,7 +63,7 @@ def accepts(tokenizer, constraint, *texts):
     return found
 
 
-def template_of(kind):
+def find_format(kind):
     return FORMATS[kind.split()[-1]]
 
 
@@ -79,7 +79,7 @@ def template_of(kind):
 def test_strict_calls_among_free_text(kind, as_tokens, tokenizer_with):
     tokenizer = tokenizer_with(MARKS[kind] if as_tokens else [])
     tokenizer.eos_token = "<|pad|>"  # the end of harmony's answers is not <|end|>
-    constraint = answer_constraint(None, TOOLS, template_of(kind), tokenizer, "")
+    constraint = answer_constraint(None, TOOLS, find_format(kind), tokenizer, "")
     other = call(kind, "other", '{"x": [1]}')
     right = [BEFORE.get(kind, "") + "Hello [1], f(2)", call(kind), other]
     if kind == "openai":
@@ -94,7 +94,7 @@ def test_strict_calls_among_free_text(kind, as_tokens, tokenizer_with):
         wrong += [prefix + call(kind).removeprefix("<tool_call>\n") for prefix in ("", "So: ", call(kind))]
     assert accepts(tokenizer, constraint, *right, *wrong) == [True] * len(right) + [False] * len(wrong)
     for text in right[1:]:
-        parser = FormatParser(template_of(kind), "", with_calls=True)
+        parser = FormatParser(find_format(kind), "", with_calls=True)
         parser.feed(text)
         parser.finish()
         assert parser.has_calls
@@ -174,7 +174,7 @@ def test_whatever_is_sampled_fits_the_schema(kind, tokenizer_with):
     tokenizer.eos_token = "<|pad|>"
     order = {"type": "function", "function": {"name": "order", "parameters": ORDER, "strict": True}}
     tools = ToolChoice((order,), parallel=False)
-    constraint = answer_constraint(None, tools, template_of(kind), tokenizer, "")
+    constraint = answer_constraint(None, tools, find_format(kind), tokenizer, "")
     matcher = LLMatcher(from_tokenizer(tokenizer, len(tokenizer)), constraint.grammar_text(), limits=parser_limits())
     begin = (CALLS[kind] % ("order", "@")).split("@")[0]
     bits, random = allocate_token_bitmask(1, len(tokenizer)), numpy.random.default_rng(0)
@@ -186,7 +186,7 @@ def test_whatever_is_sampled_fits_the_schema(kind, tokenizer_with):
             allowed = numpy.flatnonzero(numpy.unpackbits(bits.view(numpy.uint8), bitorder="little")[: len(tokenizer)])
             ids.append(int(random.choice(allowed)))
             assert walk.consume_token(ids[-1])
-        parser = FormatParser(template_of(kind), "", with_calls=True, tools=flat_tools(tools.tools))
+        parser = FormatParser(find_format(kind), "", with_calls=True, tools=flat_tools(tools.tools))
         deltas = parser.feed(tokenizer.decode(ids)) + parser.finish()
         function = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
         assert function[0]["name"] == "order"
@@ -313,9 +313,9 @@ def test_references_that_multiply_end():
 def test_a_form_or_calls(kind, tokenizer_with):
     tokenizer, begin = tokenizer_with(MARKS[kind]), BEFORE.get(kind, "")
     tokenizer.eos_token = "<|pad|>"
-    constraint = answer_constraint(JSON, TOOLS, template_of(kind), tokenizer, "")
+    constraint = answer_constraint(JSON, TOOLS, find_format(kind), tokenizer, "")
     texts, wrong = [begin + '{"a": 1}', call(kind)], [begin + "Hello", call(kind, arguments="{}")]
-    one = answer_constraint(JSON, TOOLS._replace(parallel=False), template_of(kind), tokenizer, "")
+    one = answer_constraint(JSON, TOOLS._replace(parallel=False), find_format(kind), tokenizer, "")
     if kind != "openai":
         think = ("[THINK]", "[/THINK]") if kind == "mistral" else ("<think>", "</think>")
         texts += [call(kind) + "\n" + call(kind, "other", "{}"), f'{think[0]}{{"a{think[1]}\n{call(kind)}']

@@ -10,6 +10,10 @@ from outrider.lora.device.pool import RowPool
 KEYS = [bytes([i]) for i in range(6)]
 
 
+def own_rows(allocation):
+    return set(allocation.rows) | set(allocation.draft.rows if allocation.draft else ())
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any sequence of allocate, retain, release, pin and evict, against a plain dictionary."""
 
@@ -20,14 +24,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.pinned: set[bytes] = set()
         self.writing: list = []  # allocations, of which the owner may be gone
 
-    @rule(key=st.sampled_from(KEYS), rows=st.integers(1, 16), num_bytes=st.sampled_from([0, 0, 1, 100, 750]))
-    def allocate(self, key, rows, num_bytes):
+    @rule(
+        key=st.sampled_from(KEYS),
+        rows=st.integers(1, 16),
+        num_bytes=st.sampled_from([0, 0, 1, 100, 750]),
+        drafts=st.sampled_from([0, 0, 1, 5]),
+    )
+    def allocate(self, key, rows, num_bytes, drafts):
         if key in self.users:
             with pytest.raises(ValueError, match="already"):
                 self.pool.allocate(key, rows)
             return
         before = {other: self.pool.allocation(other) for other in self.users}
-        allocation = self.pool.allocate(key, rows, num_bytes=num_bytes)
+        drafts = min(drafts, rows - 1)
+        allocation = self.pool.allocate(key, rows, num_bytes=num_bytes, num_draft_rows=drafts)
         size = rows + {0: 0, 1: 1, 100: 1, 750: 8}[num_bytes]
         kept = {o for o in before if self.users[o] or o in self.pinned or before[o] in self.writing}
         taken = {before[other] for other in kept} | set(self.writing)
@@ -41,8 +51,9 @@ class PoolMachine(RuleBasedStateMachine):
                 assert other not in kept
                 self.users.pop(other)
         if allocation is not None:
-            assert (len(allocation.rows), allocation.size) == (rows, size)
-            assert not any(set(allocation.rows) & set(other.rows) for other in self.writing)
+            assert (len(allocation.rows), allocation.size) == (rows - drafts, size)
+            assert len(own_rows(allocation)) == rows
+            assert not any(own_rows(allocation) & own_rows(other) for other in self.writing)
             self.users[key] = 0
             self.pool.begin_write(allocation)
             self.writing.append(allocation)

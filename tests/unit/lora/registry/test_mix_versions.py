@@ -32,7 +32,7 @@ def make(make_manager, monkeypatch):
     return make
 
 
-def mixes_of(manager):
+def list_mixes(manager):
     return list(manager._registry._mixes.values())
 
 
@@ -96,7 +96,7 @@ def test_an_unused_mix_lives_while_it_is_resident(make, folder):
         request = admit(manager, mixed_request(("a", a, 1 + index), ("b", b, 1)))
         manager.forget(request)
         manager.check_integrity()
-        assert len(mixes_of(manager)) <= 3
+        assert len(list_mixes(manager)) <= 3
     assert len(gone) == len(set(gone)) >= 7
     digest = request.adapter.digest
     again = admit(manager, mixed_request(("a", a, 10), ("b", b, 1)))
@@ -126,7 +126,7 @@ def test_a_mix_goes_with_a_part_and_running_requests_finish_on_it(make, folder, 
     else:
         manager.catalog.load(LoRARequest("b", path=c), load_inplace=True)
     manager.check_integrity()
-    assert not mixes_of(manager)
+    assert not list_mixes(manager)
     wait_for(manager, waiting)
     new_path = b if how == "unload" else c
     new = admit(manager, mixed_request(("a", a, 0.7), ("b", new_path, 0.3)))
@@ -210,7 +210,7 @@ def test_a_broken_part_fails_the_mix_and_is_named(make, folder, tmp_path):
     with pytest.raises(AdapterError, match=r"adapter 'x': .*not a valid safetensors"):
         wait_for(manager, mix)
     assert [info.name for info in manager.catalog.list()] == ["a"], "a broken adapter is not registered"
-    assert not mixes_of(manager)
+    assert not list_mixes(manager)
     manager.check_integrity()
     write_adapter(broken)
     again = admit(manager, mixed_request(("a", a, 1), ("x", str(broken), 1)))
@@ -235,7 +235,7 @@ def test_a_part_whose_files_changed_since_it_was_read(make, folder, tmp_path):
     for name in "cdef":
         manager.forget(admitted(manager, name, folder(name), name))
     assert level(manager, "a") == level(manager, "b") == "disk"
-    assert not mixes_of(manager)
+    assert not list_mixes(manager)
     write_adapter(tmp_path / "b", seed=99)
     changed = mixed_request(("a", a, 0.7), ("b", b, 0.3))
     manager.resolve(changed)
@@ -307,7 +307,7 @@ def test_dora_is_served_alone_and_refused_in_mixes(make, folder):
         manager.resolve(mix)
         with pytest.raises(AdapterError, match="adapter 'dora' uses DoRA"):
             wait_for(manager, mix)
-    assert not mixes_of(manager)
+    assert not list_mixes(manager)
     manager.forget(alone)
 
 

@@ -85,7 +85,7 @@ def test_as_pefts_weighted_sum(case, weights):
         torch.testing.assert_close(delta(modules[module]), expected, atol=1e-4, rtol=1e-4)
 
 
-def tensors_of(adapter):
+def adapter_tensors(adapter):
     return [tensor for weights in adapter.target.modules().values() for tensor in (weights.a, weights.b)]
 
 
@@ -101,8 +101,8 @@ def test_rows_are_those_of_the_parts(case):
     }  # fmt: skip
     assert (ranks["lm_head"], ranks["model.embed_tokens"]) == (4, 4)
     assert (mixed.rows, mixed.target.rank) == (15, 15)
-    theirs = {tensor.data_ptr() for part in parsed.values() for tensor in tensors_of(part)}
-    assert not any(tensor.data_ptr() in theirs for tensor in tensors_of(mixed))
+    theirs = {tensor.data_ptr() for part in parsed.values() for tensor in adapter_tensors(part)}
+    assert not any(tensor.data_ptr() in theirs for tensor in adapter_tensors(mixed))
 
 
 def test_order_changes_no_bit_and_weights_change_the_digest(case):
@@ -110,7 +110,11 @@ def test_order_changes_no_bit_and_weights_change_the_digest(case):
     parts = [(parsed[name], weight) for name, weight in zip(ADAPTERS, (0.7, 0.3, -1.5), strict=True)]
     mixes = [mix_adapters(order) for order in itertools.permutations(parts)]
     assert len({mix.digest for mix in mixes}) == 1
-    assert all(torch.equal(*both) for mix in mixes for both in zip(tensors_of(mixes[0]), tensors_of(mix), strict=True))
+    assert all(
+        torch.equal(*both)
+        for mix in mixes
+        for both in zip(adapter_tensors(mixes[0]), adapter_tensors(mix), strict=True)
+    )
     first, second, third = (adapter for adapter, _ in parts)
     others = [
         parts[:2],

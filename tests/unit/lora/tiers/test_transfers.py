@@ -181,7 +181,7 @@ def test_registering_is_all_or_nothing(make_manager, folder, tmp_path):
 # --- memory ---
 
 
-def tensors_of(manager, request):
+def weak_tensors(manager, request):
     """Weak references to the weights of the request's adapter."""
     adapter = manager._residency.host.get(request.adapter.digest)
     return [weakref.ref(part.linears.data) for part in adapter.packed]
@@ -191,7 +191,7 @@ def tensors_of(manager, request):
 def test_memory_is_really_freed(make_manager, folder, ending):
     manager = make_manager(max_loras=1, max_cpu_loras=1, max_lora_rank=4)
     request = admitted(manager, "a", folder("a"))
-    kept = tensors_of(manager, request)
+    kept = weak_tensors(manager, request)
     assert all(ref() is not None for ref in kept)
     if ending == "eviction":
         manager.forget(request)

@@ -68,7 +68,7 @@ def test_drafts_are_those_of_a_plain_forward_pass(target, make, backend, method,
     head, drafter = make(method, **options)
     assert drafter.needs.aux_layers == tuple(index + 1 for index in head.aux)
     assert drafter.needs.max_drafts == head.max_drafts
-    engine = Engine(target, drafter)
+    engine = Engine(target, drafter, is_rated=True)
     sequences = [engine.sequence(9), engine.sequence(4)]
     for accepted in (0, 3, 1):
         found = engine.step((sequences[0], 4, None, accepted), (sequences[1], 2, None, accepted))
@@ -76,10 +76,10 @@ def test_drafts_are_those_of_a_plain_forward_pass(target, make, backend, method,
             assert len(drafts.token_ids) == count
             assert drafts.probs is None
             head.check_greedy(sequence.request.tokens, drafts.token_ids)
-            _, survival = head.outputs(sequence.request.tokens, drafts.token_ids)
-            assert (drafts.survival is None) == (method == "dflash")
-            found_survival = [] if method == "dflash" else drafts.survival.tolist()
-            assert found_survival == pytest.approx(survival, abs=1e-5)
+            logits, confidence = head.outputs(sequence.request.tokens, drafts.token_ids)
+            if method == "dflash":
+                confidence = [float(row.softmax(-1).max()) for row in logits]
+            assert drafts.confidence == pytest.approx(confidence, abs=1e-5)
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
@@ -87,13 +87,13 @@ def test_what_is_drafted_depends_on_every_tensor(target, method):
     """Guards the test above: with any tensor changed, the dense pass gives other logits."""
     head = BlockHead(target, method, own_embedding=True, own_head=True, attention_bias=True, kind="rnn")
     tokens, drafts = list(range(3, 12)), [5, 6, 7]
-    before, trusted = head.outputs(tokens, drafts)
+    before, confidence = head.outputs(tokens, drafts)
     for name, tensor in head.weights.items():
         kept = tensor.clone()
         tensor.mul_(1.5).add_(0.05 * torch.randn(tensor.shape))
-        logits, survival = head.outputs(tokens, drafts)
+        logits, other = head.outputs(tokens, drafts)
         change = (torch.stack(logits) - torch.stack(before)).abs().max()
-        assert survival != trusted if name.startswith("confidence") else change > 1e-3, name
+        assert other != confidence if name.startswith("confidence") else change > 1e-3, name
         tensor.copy_(kept)
 
 

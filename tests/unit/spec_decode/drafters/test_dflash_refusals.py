@@ -48,6 +48,10 @@ def refused(target, load_head, tmp_path):
         ("dflash", {"inner": {"target_layer_ids": [1, 5]}}, ("[1, 5]", "5 layers")),
         ("dflash", {"inner": {"target_layer_ids": [-2]}}, ("[-2]", "5 layers")),
         ("dflash", {"inner": {"target_layer_ids": None}}, ("target_layer_ids", "None")),
+        ("dflash", {"inner": {"target_layer_ids": [1] * 7}}, ("target_layer_ids", "1 to 6 layers", "7 of them")),
+        ("dflash", {"inner": {"sample_from_anchor": "false"}}, ("sample_from_anchor must be true or false", "'false'")),
+        ("dflash", {"inner": {"is_causal": "no"}}, ("is_causal must be true or false", "'no'")),
+        ("dspark", {"enable_confidence_head": 1}, ("enable_confidence_head must be true or false", "1")),
         ("dflash", {"inner": {"mask_token_id": 97}}, ("97", "97 tokens")),
         ("dflash", {"inner": {"mask_token_id": None}}, ("mask_token_id", "None")),
         ("dflash", {"block_size": 1}, ("block_size", "1")),
@@ -123,6 +127,7 @@ def test_a_mask_embedding_of_another_size_or_a_damaged_one(target, load_head, tm
     for content, words in (
         (torch.zeros(33), "33 elements.* 32"),
         ({"mask_token_id": 3}, "must hold one tensor, got 0"),
+        (torch.ones(32).to_sparse(), "must hold a dense tensor"),
         ([torch.zeros(2), print], "more than tensors"),
     ):
         torch.save(content, path / "mask_embedding.pt")

@@ -48,7 +48,7 @@ def model(reference):
     return load_model(reference.path, dtype="float32")
 
 
-def engine_of(model, budget: int, rng: random.Random) -> Engine:
+def make_engine(model, budget: int, rng: random.Random) -> Engine:
     return Engine(NoTarget(), DraftModelDrafter(model, max_num_batched_tokens=budget), rng, drafts_count=True)
 
 
@@ -58,7 +58,7 @@ def test_any_schedule_leaves_the_drafts_as_they_are(reference, model):
     @given(st.integers(0, 2**32), st.sampled_from([5, 2048]))
     def check(seed, budget):
         rng = random.Random(seed)
-        random_schedule(engine_of(model, budget, rng), reference, rng, steps=12, whole=budget > 100)
+        random_schedule(make_engine(model, budget, rng), reference, rng, steps=12, whole=budget > 100)
 
     check()
 
@@ -66,7 +66,7 @@ def test_any_schedule_leaves_the_drafts_as_they_are(reference, model):
 @pytest.mark.parametrize("drafted", [0, 1, 2])
 def test_shared_blocks_are_read_as_far_as_they_were_computed(reference, model, drafted):
     """That many of two shared blocks have draft KV; the rest must be computed."""
-    engine = engine_of(model, 2048, random.Random(0))
+    engine = make_engine(model, 2048, random.Random(0))
     trunk = engine.sequence(2 * BLOCK + 1)
     engine.step((trunk, 2, None, 0))
     branch = engine.share(trunk, 2, drafted, more=2)

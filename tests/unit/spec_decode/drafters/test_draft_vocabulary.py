@@ -51,6 +51,16 @@ def test_tokens_beyond_the_embeddings_and_copies_do_not_count(tmp_path):
     assert translate(tmp_path, {}, {"a": 0}) is None
 
 
+def test_entries_that_are_no_tokens_do_not_count(tmp_path):
+    """Of a damaged file; and a token that is longer than any of the other's costs no time."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    write_tokenizer(one, [["a", 0.0], [["b"], 0.0], ["c", 0.0], 3], [{"content": ["d"], "id": 4}, {"id": 5}, "e"])
+    write_tokenizer(other, {"c": 0, "a": 1, "b": None})
+    assert translation(one, other, (9, 9))[:2] == ([0, 2], [1, 0])
+    found = translate(tmp_path, {"x" * 200_000 + "ab": 0, "ab": 1}, {"c": 0, "b": 1, "ab": 2})
+    assert found.stand_ins[:2] == [2, 2]
+
+
 class Reference:
     """A draft model in transformers that reads translated tokens."""
 

@@ -67,7 +67,7 @@ def options(folders, tmp_path):
     def make(method="eagle3", **more):
         values = {"model": folders.target, "data": "", "output": str(tmp_path), "dtype": "float32", "progress": False}
         values |= {"steps": 6, "batch_tokens": 256, "eval_every": 3, "warmup": 2}
-        if method not in ("medusa", "dflash", "dspark") and more.get("draft") != folders.draft:
+        if method not in ("medusa", "dflash", "dspark", "uno") and more.get("draft") != folders.draft:
             values["unroll"] = 3
         chosen = TrainOptions(method=method, **values | more)
         Path(chosen.output).mkdir(parents=True, exist_ok=True)

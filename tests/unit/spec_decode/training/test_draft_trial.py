@@ -61,8 +61,11 @@ def test_only_eagle_3_is_compared_with_an_eagle_3_head(options, samples):
         assert any("EAGLE-3 head of a 135M model" in line for line in lines) is quoted
 
 
-def test_progress_of_generation_does_not_guess_the_time_of_the_last_answers(options, samples, folders, tmp_path):
-    """The longest answers end last, so the number of answers that have ended says nothing about the time left."""
+def test_progress_of_generation_does_not_guess_the_time_from_the_first_or_of_the_last_answers(
+    options, samples, folders, tmp_path
+):
+    """Of answers that began together the shortest end first and the longest last, so the number of those that have
+    ended says nothing about the time left."""
     described, file = [], tmp_path / "generated.jsonl"
     prompts = [[7, 8, 9 + n] for n in range(6)]
 
@@ -74,7 +77,8 @@ def test_progress_of_generation_does_not_guess_the_time_of_the_last_answers(opti
     with pytest.MonkeyPatch.context() as patch, LLM(folders.target, dtype="float32", max_num_seqs=2) as llm:
         patch.setattr(completions, "_Writer", Spy)
         completions.complete(options(generate=True, max_tokens=8), llm, None, prompts, file, lambda line: None)
-    assert re.fullmatch(r"generated 1 of 6 answers, [\d,]+ tokens/s, about \d+ (s|min) left", described[0])
+    assert re.fullmatch(r"generated 1 of 6 answers, [\d,]+ tokens/s, \d+ s so far", described[0])
+    assert re.fullmatch(r"generated 3 of 6 answers, [\d,]+ tokens/s, about \d+ (s|min) left", described[2])
     assert re.search(r"generated [45] of 6 answers, .* the last [12] are being written$", described[-2])
     assert [json.loads(line)["prompt_token_ids"] for line in file.read_text().splitlines()] == prompts
 

@@ -31,8 +31,8 @@ class Target:
 
 
 @pytest.fixture
-def drafter_of(options, samples, read_batch):
-    """drafter_of(method) -> a drafter with random weights, the target, and the features of some samples."""
+def make_drafter(options, samples, read_batch):
+    """make_drafter(method) -> a drafter with random weights, the target, and the features of some samples."""
 
     def make(method, **more):
         target, features = read_batch(samples[:4], None)
@@ -49,8 +49,8 @@ def drafter_of(options, samples, read_batch):
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_guesses_are_the_drafts_of_the_exported_files(drafter_of, samples, tmp_path, method):
-    drafter, target, features = drafter_of(method)
+def test_guesses_are_the_drafts_of_the_exported_files(make_drafter, samples, tmp_path, method):
+    drafter, target, features = make_drafter(method)
     drafter.export(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     reference = BlockHead(Target(target), method, aux=tuple(config["dflash_config"]["target_layer_ids"]))
@@ -75,8 +75,8 @@ def test_guesses_are_the_drafts_of_the_exported_files(drafter_of, samples, tmp_p
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_loss_is_the_weighted_mean_over_the_drafts(drafter_of, method, monkeypatch):
-    drafter, target, features = drafter_of(method)
+def test_loss_is_the_weighted_mean_over_the_drafts(make_drafter, method, monkeypatch):
+    drafter, target, features = make_drafter(method)
     monkeypatch.setattr(type(drafter), "_confidence_loss", lambda self, *args: torch.zeros(()))
     drafter.eval()
     anchors = draw_anchors(features.labels, features.ids, None)
@@ -88,8 +88,8 @@ def test_loss_is_the_weighted_mean_over_the_drafts(drafter_of, method, monkeypat
     assert float(drafter.loss(features).detach()) == pytest.approx(expected, abs=1e-4)
 
 
-def test_confidence_learns_how_often_drafts_are_accepted(drafter_of):
-    drafter, _, features = drafter_of("dspark")
+def test_confidence_learns_how_often_drafts_are_accepted(make_drafter):
+    drafter, _, features = make_drafter("dspark")
     optimizer = torch.optim.Adam(drafter.confidence_head.parameters(), lr=0.05)
     steps, weight = drafter.steps(features, draw_anchors(features.labels, features.ids, None), K), drafter.output_weight
     losses = []
@@ -103,8 +103,8 @@ def test_confidence_learns_how_often_drafts_are_accepted(drafter_of):
     assert losses[-1] < losses[0] - 0.05
 
 
-def test_anchors_are_positions_with_labels(drafter_of):
-    _, _, features = drafter_of("dflash")
+def test_anchors_are_positions_with_labels(make_drafter):
+    _, _, features = make_drafter("dflash")
     labels = set(zip(features.labels.rows.tolist(), features.labels.positions.tolist(), strict=True))
     for most, before in ((None, 0), (3, 0), (None, 2)):
         anchors = draw_anchors(features.labels, features.ids, most, before)
@@ -117,6 +117,6 @@ def test_anchors_are_positions_with_labels(drafter_of):
                 assert any((row, position + more) in labels for more in range(before + 1))
 
 
-def test_a_mask_beyond_the_vocabulary_is_refused(drafter_of):
+def test_a_mask_beyond_the_vocabulary_is_refused(make_drafter):
     with pytest.raises(InvalidRequestError, match="--mask-token-id 4096 is beyond the target's vocabulary of 2048"):
-        drafter_of("dflash", mask_token_id=4096)
+        make_drafter("dflash", mask_token_id=4096)

@@ -71,8 +71,14 @@ def test_training_raises_acceptance_in_the_engine(method, rise, options, samples
 
 
 @pytest.mark.slow
-def test_draft_weights_raise_acceptance_of_their_adapter(options, samples, folders, trained, tmp_path):
-    head, _ = trained(options, samples)
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
+def test_draft_weights_raise_acceptance_of_their_adapter(method, options, samples, folders, trained, tmp_path):
+    if method == "eagle3":
+        head, _ = trained(options, samples)
+    else:
+        head = str(tmp_path / "head")
+        sizes = {"block_size": K + (method == "dflash"), "draft_layers": 1}
+        train_draft(options(method, output=head, steps=60, lr=1e-2, k=K, **sizes), samples, samples[:8])
     prompts = [s.token_ids[: s.num_prompt_tokens] for s in samples[:8]]
     adapter = LoRARequest("a", path=folders.adapter)
     plain, _ = run_engine(folders.target, prompts, None, adapter)
@@ -80,8 +86,9 @@ def test_draft_weights_raise_acceptance_of_their_adapter(options, samples, folde
         s._replace(token_ids=p + t, num_prompt_tokens=len(p)) for s, p, t in zip(samples, prompts, plain, strict=False)
     ]
     more = {"draft": head, "adapter": folders.adapter, "rank": 8, "lr": 2e-2, "steps": 80}
+    more |= {"unroll": 3 if method == "eagle3" else None}
     train_draft(options("draft-lora", output=str(tmp_path / "lora"), k=K, **more), texts, texts)
-    config = {"method": "eagle3", "model": head, "num_speculative_tokens": K}
+    config = {"method": method, "model": head, "num_speculative_tokens": K}
     without, before = run_engine(folders.target, prompts, config, adapter)
     own = LoRARequest("a", path=folders.adapter, draft_path=str(tmp_path / "lora"))
     with_own, after = run_engine(folders.target, prompts, config, own)

@@ -166,7 +166,7 @@ def test_features_are_inputs_of_the_layers(samples, read_batch, folders):
     ]
     assert list(zip(labels.rows.tolist(), labels.positions.tolist(), strict=True)) == learned
     # the samples are the target's own greedy texts
-    assert (labels.greedy == features.ids[labels.rows, labels.positions + 1]).all()
+    assert (features.head.greedy(labels.states) == features.ids[labels.rows, labels.positions + 1]).all()
 
 
 def test_the_adapter_changes_features_and_not_the_shared_weights(samples, read_batch, folders):

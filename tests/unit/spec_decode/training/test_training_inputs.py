@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def copy_of(folders, tmp_path):
+def make_copy(folders, tmp_path):
     def copy(name):
         return Path(shutil.copytree(getattr(folders, name), tmp_path / name))
 
@@ -38,8 +38,8 @@ def check_line(caught, param):
 
 
 @pytest.mark.parametrize("option", ["model", "draft"])
-def test_a_model_that_was_cut_off(option, copy_of):
-    folder = copy_of("draft")
+def test_a_model_that_was_cut_off(option, make_copy):
+    folder = make_copy("draft")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
     with pytest.raises(UnsupportedModelError) as caught:
@@ -59,19 +59,19 @@ BROKEN_ADAPTERS = {
 
 
 @pytest.mark.parametrize("what", BROKEN_ADAPTERS)
-def test_broken_adapters(what, folders, copy_of):
-    folder = copy_of("adapter")
+def test_broken_adapters(what, folders, make_copy):
+    folder = make_copy("adapter")
     BROKEN_ADAPTERS[what](folder)
     with pytest.raises(AdapterError) as caught:
         load_target(folders.target, str(folder), torch.float32, CPU)
     check_line(caught, "adapter")
 
 
-def test_no_hub_is_asked_for_an_adapter_without_weights(folders, copy_of, monkeypatch):
+def test_no_hub_is_asked_for_an_adapter_without_weights(folders, make_copy, monkeypatch):
     import peft
 
     monkeypatch.setattr(peft.PeftModel, "from_pretrained", lambda *_, **__: pytest.fail("PEFT would ask a hub"))
-    folder = copy_of("adapter")
+    folder = make_copy("adapter")
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterError, match=r"has no adapter_model\.safetensors or adapter_model\.bin"):
         load_target(folders.target, str(folder), torch.float32, CPU)
@@ -155,3 +155,53 @@ def test_a_draft_model_has_no_unroll(options, samples, read_batch, folders):
     target, _ = read_batch(samples[:1], ())
     with pytest.raises(InvalidRequestError, match="--unroll is for heads"):
         new_drafter(options("draft-lora", draft=folders.draft, unroll=2), target, [])
+
+
+@pytest.mark.parametrize(
+    ("method", "random"), [("eagle3", "layers.0.self_attn.q_proj.weight"), ("dflash", "layers.0.mlp.up_proj.weight")]
+)
+def test_a_head_is_trained_further_from_its_weights(method, random, options, samples, read_batch, tmp_path):
+    target, _ = read_batch(samples[:1], None)
+    first = new_drafter(options(method), target, samples)
+    first.export(tmp_path)
+    again = new_drafter(options(method, draft=str(tmp_path), seed=5), target, samples)
+    written, read = first.state(), again.state()
+    assert read.keys() == written.keys()
+    assert all(torch.allclose(read[name], written[name], atol=0.002) for name in written)  # rounded in files
+    assert not torch.allclose(
+        new_drafter(options(method, seed=5), target, samples).state()[random], read[random], atol=0.002
+    )
+
+
+def test_only_a_head_of_the_method_is_trained_further(options, trained, samples, folders):
+    for method, draft in (("eagle3", folders.draft), ("eagle", str(trained[0]))):
+        with pytest.raises(InvalidRequestError, match=f"is not a head that --method {method} can train further"):
+            new_drafter(options(method, draft=draft), trained[1], samples)
+    with pytest.raises(InvalidRequestError, match="--draft-vocab-size is for a new head"):
+        options(draft=str(trained[0]), draft_vocab_size=64)
+
+
+BLOCK_VARIANTS = {
+    "causal": ({"dflash_config": {"causal": True}}, "causal layers"),
+    "rotation": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
+    "biases": ({"attention_bias": True}, "qkv_bias"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+    "markov": ({"markov_head_type": "rnn"}, "kind 'rnn'"),
+    "mask": ({}, "mask_embedding.pt"),
+    "too large": ({"hidden_size": 64}, "--draft: .*hidden_size is 64"),
+    "unroll": ({}, "--unroll is for heads that draft token by token"),
+}
+
+
+@pytest.mark.parametrize("what", BLOCK_VARIANTS)
+def test_variants_of_drafters_of_blocks(what, options, samples, read_batch, tmp_path):
+    """Those whose training would compute something else than the engine are refused by name."""
+    target, _ = read_batch(samples[:1], None)
+    new_drafter(options("dspark", draft_layers=1, markov_rank=4), target, samples).export(tmp_path)
+    changes, words = BLOCK_VARIANTS[what]
+    inner = json.loads((tmp_path / "config.json").read_text())["dflash_config"] | changes.get("dflash_config", {})
+    edit(tmp_path / "config.json", **changes | {"dflash_config": inner})
+    if what == "mask":
+        (tmp_path / what).with_name("mask_embedding.pt").touch()
+    with pytest.raises(InvalidRequestError, match=words):
+        load(options("draft-lora", draft=str(tmp_path), unroll=3 if what == "unroll" else None))

@@ -49,7 +49,7 @@ def test_summary():
     assert measured.per_position == [0.75, 0.5, 0.5, 0.25]
 
 
-def log_of(options):
+def read_log(options):
     with open(f"{options.output}/training_log.jsonl") as file:
         return [json.loads(line) for line in file]
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(method, number, options, s
     torch.manual_seed(99)
     train_draft(dataclasses.replace(parts, resume=True), samples[8:], samples[:8])
     # the mean loss is over the steps of one process; what is measured and trained is the same
-    logs = [[{k: v for k, v in line.items() if k != "loss"} for line in log_of(run)] for run in (whole, parts)]
+    logs = [[{k: v for k, v in line.items() if k != "loss"} for line in read_log(run)] for run in (whole, parts)]
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0]] == [0, 3, 6]
     files = {"medusa": "medusa_lm_head.pt", "draft-lora": "adapter_model.safetensors"}
@@ -111,7 +111,7 @@ def test_checkpoints_come_by_time(options, samples, tmp_path):
         train_draft(chosen, samples[8:], samples[:8], report=kill)
     assert torch.load(tmp_path / "checkpoint" / "state.pt", weights_only=True)["step"] == 2
     train_draft(dataclasses.replace(chosen, resume=True), samples[8:], samples[:8])
-    assert [line["step"] for line in log_of(chosen)] == [0, 3, 6]
+    assert [line["step"] for line in read_log(chosen)] == [0, 3, 6]
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_run_that_is_over_stays_as_it_is(options, samples, tmp_path):
     assert again.acceptance_length == pytest.approx(measured.acceptance_length, abs=1e-4)
     assert again.per_position == pytest.approx(measured.per_position, abs=1e-4)
     assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert [line["step"] for line in log_of(chosen)] == [0, 3, 6]
+    assert [line["step"] for line in read_log(chosen)] == [0, 3, 6]
 
 
 def test_other_seeds_give_other_heads(options, samples, tmp_path):
@@ -192,7 +192,7 @@ def test_training_with_muon_lowers_the_loss(options, samples):
     """With AdamW the same is asked of heads in an engine."""
     chosen = options(optimizer="muon", steps=60, eval_every=60, lr=5e-3)
     train_draft(chosen, samples, samples)
-    first, last = log_of(chosen)
+    first, last = read_log(chosen)
     # Most of the loss is the target's own entropy, and an EAGLE-3 head begins as the target's last layer.
     assert last["held_out_loss"] < first["held_out_loss"] - 0.03
     assert last["acceptance_length"] > first["acceptance_length"] + 0.5
@@ -206,7 +206,7 @@ def test_training_medusa_heads_lowers_the_loss(options, tmp_path):
     sizes = {"medusa_heads": 3, "k": 3, "steps": 60, "eval_every": 60}
     chosen = options("medusa", model=str(tmp_path / "target"), lr=1e-2, **sizes)
     train_draft(chosen, samples, samples)
-    first, last = log_of(chosen)
+    first, last = read_log(chosen)
     assert first["acceptance_length"] < 1.1
     assert last["acceptance_length"] > 3.5
     assert last["held_out_loss"] < first["held_out_loss"] - 5
@@ -215,7 +215,7 @@ def test_training_medusa_heads_lowers_the_loss(options, tmp_path):
 def test_the_progress_bar_shows_loss_and_acceptance(options, samples, capsys):
     chosen = options(steps=3, eval_every=3, progress=True)
     train_draft(chosen, samples[8:], samples[:8])
-    last = log_of(chosen)[-1]
+    last = read_log(chosen)[-1]
     shown = capsys.readouterr().err
     loss, acceptance = re.findall(r"eagle3: 100%.* loss (\d+\.\d{4}), acceptance (\d\.\d\d)\b", shown)[-1]
     assert float(loss) == pytest.approx(last["loss"], abs=1e-4)

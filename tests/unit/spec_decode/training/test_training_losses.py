@@ -39,10 +39,10 @@ def test_soft_cross_entropy_in_chunks(monkeypatch):
 
 
 def test_a_draft_vocabulary_changes_the_softmax_alone(options, samples, read_batch):
-    """The loss over fewer tokens is the plain one of the labels whose greedy token is among them."""
+    """The loss over fewer tokens is the plain one of the labels whose next token is among them."""
     target, features = read_batch(samples[:5], None)
     head = new_drafter(options(unroll=2, draft_vocab_size=8), target, samples)
-    tokens, greedy = head.vocabulary, features.labels.greedy
+    tokens, greedy = head.vocabulary, features.next_tokens
     assert 0 < torch.isin(greedy, tokens).sum() < len(greedy)
     assert torch.equal(head.lm_head_weight, target.lm_head[tokens])
     losses = []
@@ -66,6 +66,28 @@ def test_loss_is_the_mean_over_steps_and_labels(options, samples, read_batch):
         )
     expected = (losses[0] + 0.8 * losses[1] + 0.64 * losses[2]) / 2.44
     assert abs(float(head.loss(features)) - expected) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_a_text_in_a_batch_is_computed_as_alone(options, samples, read_batch, method):
+    """Texts of other lengths, which share rows with it in training, change neither its states nor its gradients."""
+    layers = None if method == "eagle3" else ()
+    target, together = read_batch(samples[:5], layers)
+    head = new_drafter(options(method, unroll=3), target, samples).eval()
+    alone = [read_batch([sample], layers)[1] for sample in samples[:5]]
+    assert len({len(sample.token_ids) for sample in samples[:5]}) > 2
+    whole = list(head.steps(together, 3))
+    parts = [list(head.steps(features, 3)) for features in alone]
+    total = 0
+    for number, (states, index) in enumerate(whole):
+        firsts = torch.tensor([0, *(len(features.labels.rows) for features in alone)]).cumsum(0)
+        apart = [steps[number] for steps in parts]
+        assert torch.equal(index, torch.cat([i + first for (_, i), first in zip(apart, firsts, strict=False)]))
+        joined = torch.cat([hidden for hidden, _ in apart])
+        assert torch.allclose(states, joined, atol=1e-5)
+        total = total + (states - joined).sum()
+    gradients = torch.autograd.grad(total, [p for p in head.parameters() if p.requires_grad], allow_unused=True)
+    assert all(g is None or g.abs().max() < 1e-3 for g in gradients)
 
 
 def test_a_head_begins_as_the_targets_last_layer(options, samples, read_batch):

@@ -35,7 +35,7 @@ def chi_square_p(counts: Sequence[float], expected: Sequence[float]) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(pairs) - 1) / 2), torch.tensor(statistic / 2)))
 
 
-def logits_of(p: Sequence[float]) -> Tensor:
+def log_of_probabilities(p: Sequence[float]) -> Tensor:
     return torch.tensor([math.log(x) if x > 0 else -INF for x in p])
 
 
@@ -92,7 +92,7 @@ def test_target_tokens_do_not_depend_on_the_batch() -> None:
 
 def test_target_tokens_at_a_very_low_temperature() -> None:
     """The noise keeps its resolution with logits in the thousands."""
-    logits = filter_logits(logits_of([0.5, 0.3, 0.2])[None].repeat(4000, 1) * 1e-4 + 1.0, [1e-4] * 4000)
+    logits = filter_logits(log_of_probabilities([0.5, 0.3, 0.2])[None].repeat(4000, 1) * 1e-4 + 1.0, [1e-4] * 4000)
     counts = torch.bincount(target_tokens(logits, [1] * 4000, range(4000), [False] * 4000), minlength=3)
     assert counts.min() > 600
 
@@ -280,7 +280,7 @@ def test_coupled_drafts_have_their_own_distribution() -> None:
 
 def reject_many(p: Sequence[float], q: Sequence[float] | None, draft: int, num: int = 4000) -> tuple[Tensor, Tensor]:
     """One draft for many seeds: (accepted, next token)."""
-    logits = torch.stack([logits_of(p), torch.zeros(len(p))]).repeat(num, 1)
+    logits = torch.stack([log_of_probabilities(p), torch.zeros(len(p))]).repeat(num, 1)
     probs = None if q is None else torch.tensor([q])
     results = verify(logits, [VerifyRow(s, 1, [draft], probs, Rule.REJECTION) for s in SEEDS[:num]])
     return torch.tensor([got.num_accepted for got in results]), torch.tensor([got.token_ids[-1] for got in results])
@@ -288,7 +288,7 @@ def reject_many(p: Sequence[float], q: Sequence[float] | None, draft: int, num: 
 
 def test_equal_distributions_always_accept() -> None:
     p = [0.5, 0.3, 0.2, 0.0]
-    q = logits_of(p).softmax(-1).tolist()
+    q = log_of_probabilities(p).softmax(-1).tolist()
     for draft in range(3):
         accepted, _ = reject_many(p, q, draft)
         assert accepted.all()

@@ -61,7 +61,7 @@ class Guesser(torch.nn.Module):
         return type("Output", (), {"logits": self.out(self.embed(input_ids))})
 
 
-def batch_of(step):
+def make_batch(step):
     return Encoded(torch.tensor([[1 + step % 3, 5, 6, 7]]), torch.ones(1, 4))
 
 
@@ -69,18 +69,18 @@ def test_an_interrupted_training_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SAVE_EVERY", 2)
     schedule = Schedule(9, matrix_rate=0.02)
     whole, cut = Guesser(), Guesser()
-    train(whole, schedule, batch_of, tmp_path / "whole.pt")
+    train(whole, schedule, make_batch, tmp_path / "whole.pt")
     drawn = []
 
     def once(step):
         drawn.append(step)
         if step == 5:
             raise KeyboardInterrupt
-        return batch_of(step)
+        return make_batch(step)
 
     with pytest.raises(KeyboardInterrupt):
         train(cut, schedule, once, tmp_path / "cut.pt")
-    train(again := Guesser(), schedule, lambda step: drawn.append(step) or batch_of(step), tmp_path / "cut.pt")
+    train(again := Guesser(), schedule, lambda step: drawn.append(step) or make_batch(step), tmp_path / "cut.pt")
     assert drawn == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
     assert all(map(torch.equal, again.parameters(), whole.parameters()))
     assert not list(tmp_path.iterdir())
@@ -89,9 +89,9 @@ def test_an_interrupted_training_goes_on(tmp_path, monkeypatch):
 def test_a_student_learns_its_teachers_guesses(tmp_path):
     teacher, student = Guesser(), Guesser()
     torch.nn.init.normal_(student.embed.weight, std=0.1)
-    before = training.mean_loss(student, batch_of(0), teacher)
-    train(student, Schedule(60), batch_of, tmp_path / "state.pt", teacher)
-    assert training.mean_loss(student, batch_of(0), teacher) < before
+    before = training.mean_loss(student, make_batch(0), teacher)
+    train(student, Schedule(60), make_batch, tmp_path / "state.pt", teacher)
+    assert training.mean_loss(student, make_batch(0), teacher) < before
 
 
 @pytest.mark.timeout(900)

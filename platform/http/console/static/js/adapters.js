@@ -65,7 +65,7 @@ class AdapterView {
     this.#tellTotals();
   }
 
-  /** The base model, what `/v1/models` lists, and what has traffic beside: sums of adapters. */
+  /** The base model, what `/v1/models` lists, and what else has traffic: sums of adapters. */
   #entries() {
     const live = new Map(this.#stats.adapters.map((facts) => [facts.name, facts]));
     const base = this.#stats.server.model;
@@ -106,7 +106,7 @@ class AdapterView {
       const message = byId("adapter-message");
       try {
         await post(pinned ? "v1/pin_lora_adapter" : "v1/unpin_lora_adapter", identity(card));
-        tell(message, pinned ? `${card.id} stays on the device now.` : `${card.id} may make way for others now.`);
+        tell(message, pinned ? `${card.id} stays on the device now.` : `${card.id} may be evicted now.`);
         await this.#models.refresh();
       } catch (error) {
         tell(message, `${card.id}: ${error.message}`, true);

@@ -1,11 +1,11 @@
-// The figures beside the conversation: of the answer that comes, or came last.
+// The figures next to the conversation: of the answer that comes, or came last.
 
 import { element, setText } from "./dom.js";
 import * as format from "./format.js";
 
 const NAMES = ["Acceptance length", "Tokens/s", "Time to first token", "Tokens", "Drafted", "Drafts rejected", "Acceptance rate", "Prompt tokens"];
 const MAIN = 2; // of them are the most important
-const SHORTEST = 0.02; // seconds that tell a speed: chunks of a shorter answer may have come together
+const SHORTEST = 0.02; // seconds from which a speed can be computed: chunks of a shorter answer may have come together
 
 export class AnswerStats {
   #values = NAMES.map((name, i) => element("dd", { textContent: "–", className: i < MAIN ? "main" : "" }));

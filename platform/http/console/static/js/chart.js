@@ -1,4 +1,4 @@
-// A line chart over the last minutes with its figures beside it, drawn by uPlot.
+// A line chart over the last minutes with its figures next to it, drawn by uPlot.
 
 import { element, setText } from "./dom.js";
 import { HISTORY } from "./live.js";

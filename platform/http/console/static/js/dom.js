@@ -21,7 +21,7 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Replaces the children where `key` says that they are others than the last time. */
+/** Replaces the children if `key` differs from the last time. */
 export function setChildren(node, key, make) {
   if (node.dataset.key === key) return;
   node.dataset.key = key;
@@ -32,7 +32,7 @@ export function show(node, visible) {
   node.hidden = !visible;
 }
 
-/** A line that tells how an action went. */
+/** A line with the result of an action. */
 export function tell(node, text, bad = false) {
   node.textContent = text;
   node.classList.toggle("bad", bad);

@@ -27,7 +27,7 @@ async function signIn(key) {
   await live.start({ key });
   show(byId("login"), false);
   for (const id of ["console", "sections", "state"]) show(byId(id), true);
-  show(byId("sign-out"), Boolean(key)); // an open server has nobody to sign out
+  show(byId("sign-out"), Boolean(key)); // an open server has no sign-in
   await models.start();
 }
 

@@ -36,7 +36,7 @@ export class Models {
         for (const listener of this.#listeners) listener(data);
       }
     } catch {
-      // the live statistics tell that the server does not answer
+      // the live statistics show that the server does not answer
     }
     if (this.#running) this.#timer = setTimeout(() => this.refresh(), INTERVAL);
   }

@@ -79,7 +79,7 @@ const share = (part, all) => (part === null || part === undefined || !all ? null
 
 function waitingFor({ queue }) {
   const reasons = Object.entries(queue.waiting_by_reason).filter(([, number]) => number > 0);
-  if (reasons.length === 0) return queue.waiting ? `${queue.waiting} waiting` : "nobody waits";
+  if (reasons.length === 0) return queue.waiting ? `${queue.waiting} waiting` : "none waits";
   return reasons.map(([reason, number]) => `${number} ${REASONS[reason] ?? reason}`).join(" · ");
 }
 
