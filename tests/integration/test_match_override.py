@@ -7,6 +7,7 @@ import pytest
 from outrider import LLM, SamplingParams, StructuredOutputsParams
 from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.models.demo import demo_model_path
+from outrider.platform.engine.sampling.mask_threads import MaskThreads
 from outrider.spec_decode.control import adapters, policy
 from outrider.spec_decode.control.goodput import Plan
 
@@ -51,8 +52,10 @@ def test_copied_text_is_drafted_by_matches_and_fresh_text_by_the_head():
 
 
 @pytest.mark.usefixtures("always_drafting")
-def test_forced_tokens_of_a_grammar_come_before_a_match(make_engine, run):
+def test_forced_tokens_of_a_grammar_come_before_a_match(monkeypatch, make_engine, run):
     """The prompt has the forced words with others between them, which matches would draft."""
+    found_in_time = MaskThreads.run
+    monkeypatch.setattr(MaskThreads, "run", lambda self, jobs, _: found_in_time(self, jobs, 30.0))
     words = ["the red lamp", "costs 42 euros", "and the green chair", "costs 17 euros"]
     prompt = load_tokenizer(demo_model_path()).encode(" or maybe ".join([*words, *words]))
     grammar = f'start: "{" ".join(words)}!"'
