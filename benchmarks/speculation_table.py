@@ -54,17 +54,20 @@ def parts_of(options: argparse.Namespace) -> dict[str, list[str]]:
     """Options of `outrider bench speculation` by part."""
     heads = [word for name in ("eagle3", "dflash") for word in (f"--{name}", str(options.heads / name))]
     loras = [word for task in TASKS for word in ("--lora", f"{task}={options.adapters / task}")]
-    fixed = ["ngram:1", "ngram:4", "suffix:8", "eagle3:1", "eagle3:2", "eagle3:4", "dflash:2", "dflash:4"]
-    adaptive = ["adaptive:ngram:16", "adaptive:eagle3:16", "adaptive:dflash:4"]
+    modes = {
+        "chat": "off,ngram:1,ngram:4,suffix:8,eagle3:1,eagle3:2,eagle3:4,dflash:4,"
+        "adaptive:ngram:16,adaptive:eagle3:16,adaptive:dflash:4,oracle:8",
+        "rewriting": "off,ngram:4,ngram:16,suffix:8,eagle3:4,dflash:4,adaptive:ngram:16,adaptive:eagle3:16,oracle:16",
+        "adapters": "off,ngram:4,suffix:8,eagle3:2,eagle3:4,adaptive:eagle3:16,oracle:8",
+        "batches": "off,adaptive:eagle3:16",
+    }
     single = ["--batch-sizes", "1", "--rounds", str(options.rounds)]
-    batches = ["--modes", "off,adaptive:eagle3:16", "--rounds", str(options.rounds)]
+    batches = ["--modes", modes["batches"], "--rounds", str(max(1, options.rounds - 1))]
     queued = ["--batch-sizes", "4,16,32", "--queue", "2"]
     parts: dict[str, list[str]] = {}
     for kind in ("chat", "rewriting"):
-        modes = ["off", "control", *fixed, *adaptive, f"oracle:{16 if kind == 'rewriting' else 8}"]
-        parts[kind] = ["--modes", ",".join(modes), "--tasks", "base", *prompts_of(options, kind), *heads, *single]
-    modes = ["off", "ngram:4", "suffix:8", "eagle3:4", "adaptive:eagle3:16", "oracle:8"]
-    parts["adapters"] = ["--modes", ",".join(modes), "--tasks", ",".join(TASKS), *loras, *heads, *single]
+        parts[kind] = ["--modes", modes[kind], "--tasks", "base", *prompts_of(options, kind), *heads, *single]
+    parts["adapters"] = ["--modes", modes["adapters"], "--tasks", ",".join(TASKS), *loras, *heads, *single]
     parts["adapters"] += prompts_of(options, *TASKS)
     for kind in ("chat", "rewriting"):
         random = ["--random-text"] if kind == "chat" else []
@@ -198,6 +201,7 @@ def measure_learning(options: argparse.Namespace, file: Path) -> None:
 COLUMNS = {
     "ngram:4": "n-gram, 4",
     "suffix:8": "suffix, 8",
+    "eagle3:2": "EAGLE-3, 2",
     "eagle3:4": "EAGLE-3, 4",
     "dflash:4": "DFlash, 4",
     "adaptive:ngram:16": "adaptive, n-gram",
@@ -264,7 +268,7 @@ def main() -> None:
     parser.add_argument("--output-json", type=Path, metavar="FILE")
     parser.add_argument("--parts", help="separated by semicolons (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--num-prompts", type=int, default=12)
+    parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--requests", type=int, default=64, help="from which drafts learn, for each adapter")
     options = parser.parse_args()
