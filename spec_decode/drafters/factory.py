@@ -123,7 +123,8 @@ def named_drafts(config: SpeculativeConfig | None) -> int | None:
     if config is None or config.model is None or config.method not in MODEL_METHODS:
         return None
     with _errors_name(config.model):
-        path = resolve_model_path(config.model, draft=True, revision=config.revision, cache_dir=config.download_dir)
+        is_head = config.method != "draft_model"  # a draft model may be a GGUF file
+        path = resolve_model_path(config.model, draft=is_head, revision=config.revision, cache_dir=config.download_dir)
         raw = read_json(path / "config.json") if (path / "config.json").is_file() else {}
         match raw.get("speculators_config"):
             case {"proposal_methods": [{"speculative_tokens": named}, *_]} if named is not None:

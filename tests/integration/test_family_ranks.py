@@ -9,7 +9,7 @@ import pytest
 
 from ..thread_ranks import ranks_as_threads
 from ..tiny_families import FAMILIES
-from .test_families import Served, engine_of
+from .test_families import Served, start_engine
 
 GROUPS = {"mamba2": {"n_groups": 2}}
 """Changes of sizes that two ranks do not divide."""
@@ -27,7 +27,7 @@ def served(request, tmp_path_factory) -> Served:
 def test_drafts_chunks_and_prefixes(make_engine, run, served, monkeypatch):
     ranks_as_threads(monkeypatch)
     options = {"tensor_parallel_size": 2, "speculative_config": SPECULATION, "max_num_batched_tokens": 64}
-    engine = engine_of(make_engine, served, **options)
+    engine = start_engine(make_engine, served, **options)
     first = run(engine, served.jobs)
     served.check(first)
     again = run(engine, served.jobs)
@@ -39,7 +39,7 @@ def test_drafts_chunks_and_prefixes(make_engine, run, served, monkeypatch):
 def test_preemption(make_engine, run, served, monkeypatch):
     ranks_as_threads(monkeypatch)
     few = {"tensor_parallel_size": 2, "block_size": 16, "num_gpu_blocks_override": 14}
-    engine = engine_of(make_engine, served, **few, swap_space=0.01, preemption_mode="swap")
+    engine = start_engine(make_engine, served, **few, swap_space=0.01, preemption_mode="swap")
     served.check(run(engine, served.jobs))
     assert engine.stats().num_preemptions > 0
     assert (engine.stats().kv_host_hits > 0) == bool(engine.model.kv_layers)
@@ -49,7 +49,7 @@ def test_preemption(make_engine, run, served, monkeypatch):
 def test_processes(make_engine, run, tmp_path):
     """Ranks that are processes of their own."""
     served = Served(tmp_path, FAMILIES["qwen3.5"])
-    engine = engine_of(make_engine, served, tensor_parallel_size=2, speculative_config=SPECULATION)
+    engine = start_engine(make_engine, served, tensor_parallel_size=2, speculative_config=SPECULATION)
     served.check(run(engine, served.jobs))
     engine.release_memory()
     served.check(run(engine, served.jobs))

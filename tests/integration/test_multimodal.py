@@ -16,7 +16,7 @@ from outrider import LoRARequest
 
 from ..family_records import record
 from ..tiny_multimodal import MULTIMODAL
-from .test_families import Served, check_chunks, engine_of
+from .test_families import Served, check_chunks, start_engine
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def served(request, tmp_path_factory) -> Served:
 def test_drafts_adapters_and_prefixes(make_engine, run, served, caplog):
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
     with caplog.at_level(logging.WARNING):
-        engine = engine_of(make_engine, served, speculative_config=speculation, max_num_batched_tokens=64)
+        engine = start_engine(make_engine, served, speculative_config=speculation, max_num_batched_tokens=64)
         first = run(engine, served.jobs)
     errors = served.check(first)
     again = run(engine, served.jobs)
@@ -67,7 +67,7 @@ def _older(key: str) -> str:
 
 @pytest.mark.parametrize("served", ["gemma3"], indirect=True)
 def test_keys_of_older_versions(make_engine, run, served, tmp_path):
-    engine = engine_of(make_engine, served)
+    engine = start_engine(make_engine, served)
     expected = run(engine, served.jobs)
     lora = _renamed(served, tmp_path / "old", _older)
     assert any("model.language_model.model." in key for key in load_file(tmp_path / "old/adapter_model.safetensors"))
@@ -81,7 +81,7 @@ def test_a_trained_projector_is_left_out_and_an_adapter_of_a_tower_alone_refused
         place = "vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight"
         return key.replace(place, "multi_modal_projector.mm_input_projection_weight")
 
-    engine = engine_of(make_engine, served)
+    engine = start_engine(make_engine, served)
     expected = run(engine, served.jobs)
     config = {"modules_to_save": ["multi_modal_projector"]}
     lora = _renamed(served, tmp_path / "projector", projector, **config)

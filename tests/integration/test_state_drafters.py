@@ -8,7 +8,7 @@ import pytest
 
 from ..tiny_families import FAMILIES
 from .conftest import VOCAB
-from .test_families import Served, engine_of
+from .test_families import Served, start_engine
 
 
 @pytest.fixture(scope="module", params=["lfm2", "qwen3.5", "kimi-linear", "mamba2"])
@@ -22,7 +22,7 @@ def served(request, tmp_path_factory) -> Served:
 def test_drafts_of_heads(models, make_engine, run, served, method):
     """The heads are another model's, of the same sizes: they are mostly wrong, so states are mostly rolled back."""
     few = {"block_size": 16, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}
-    engine = engine_of(make_engine, served, speculative_config=models.speculative(method, 3), **few)
+    engine = start_engine(make_engine, served, speculative_config=models.speculative(method, 3), **few)
     served.check(run(engine, served.jobs))
     again = run(engine, served.jobs)
     served.check(again)

@@ -34,7 +34,7 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 
 from .test_linear_native import operands
-from .test_quantized_native import inputs_of, make
+from .test_quantized_native import make_inputs, make
 from .tile_library import CAN_COMPUTE, COMPILER, EMULATES, compile_with_tiles
 
 LLAMA = {
@@ -142,7 +142,7 @@ def test_adapters_are_added_by_the_same_call(chosen, is_quantized):
 @pytest.mark.parametrize("group", [6, 32, 100, 999])
 def test_products_of_integers_are_exact(chosen, kind, group):
     """The bits are those of the products without tiles, which are compared with float64 elsewhere."""
-    linear, x = NativeQuantizedLinear([make(kind, 70, 333, group)], None), inputs_of(35, 333)
+    linear, x = NativeQuantizedLinear([make(kind, 70, 333, group)], None), make_inputs(35, 333)
     x[3, 8] = float("inf")
     for rows in (1, 16, 35):
         tiles.use(TileUse(True, 1))

@@ -23,7 +23,7 @@ def cell(mode: Mode, seconds: float, arrivals: list[float], counts=None) -> Cell
 def rows():
     """Off, and EAGLE-3 in half the time."""
     off = cell(OFF, 1.0, [0.2 + 0.1 * i for i in range(9)])
-    counts = SpeculationCounts(4, 16, 6, [3, 2, 1, 0], [1, 0, 0, 0, 4])
+    counts = SpeculationCounts(4, 16, 6, [3, 2, 1, 0], [1, 0, 0, 0, 4], [4], [10])
     drafted = cell(EAGLE3, 0.5, [0.1, 0.2, 0.3, 0.5], counts)
     return [figures(off, off), figures(drafted, off)]
 

@@ -309,7 +309,7 @@ def test_a_run_file_that_is_none(command, run_folder, capsys):
 @pytest.mark.parametrize(
     ("method", "more", "words"),
     [
-        ("eagle3", ["--rank", "8"], "--rank is for --method draft-lora, not for eagle3"),
+        ("eagle3", ["--rank", "8"], "--rank is for --method draft-lora and uno, not for eagle3"),
         ("eagle3", ["--alpha", "1"], "--alpha is for --method draft-lora"),
         ("eagle3", ["--medusa-heads", "4"], "--medusa-heads is for --method medusa"),
         ("medusa", ["--num-heads", "4"], "--num-heads is for --method eagle3 and eagle"),

@@ -95,7 +95,7 @@ def test_drafters_see_no_text_after_its_end_and_make_no_drafts_there(params, kep
     result = RowResult(got, 3)
     assert (accept(row, result, max_model_len=100).finish_reason is not None) == ends
     request.status = Status.FINISHED if ends else Status.RUNNING
-    seen = _draft_row(row, result, [5, 6], 0)
+    seen = _draft_row(row, result, [5, 6], 0, False)
     assert list(seen.tokens) == [1, 2, 3, *got[:kept]]
     assert (seen.max_drafts, seen.block_table) == (0 if ends else 3, [5, 6])
     assert seen.num_valid == 3 + min(kept, 3), "as the sequence has it: an end that was drafted is computed"

@@ -13,7 +13,7 @@ from outrider.platform.core.request import Drafts, Status
 from outrider.platform.engine.queue.gates import DraftLimits
 from outrider.platform.engine.queue.row_choices import can_overlap_next, row_choices
 
-from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, next_token, pipe, plan_of, request, step
+from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, next_token, pipe, make_plan, request, step
 
 LATE = DraftLimits(3, extra_slots=True, overlaps=True)
 
@@ -354,11 +354,11 @@ def test_drafts_wait_if_fewer_than_planned_are_possible():
 @pytest.mark.parametrize("limits", [DraftLimits(3), LATE])
 def test_only_drafts_that_the_device_makes_let_the_next_step_be_planned(limits):
     scheduler = make(limits=limits)
-    plan = plan_of(scheduler, request("a", [1], 9))
+    plan = make_plan(scheduler, request("a", [1], 9))
     assert not scheduler.can_plan_next(plan), "a prompt"
     scheduler.commit(plan, StepResult([RowResult([7])]))
     plan.rows[0].request.drafts, plan.rows[0].request.num_draft_computed = Drafts([1, 2, 3]), 2
-    plan = plan_of(scheduler)
+    plan = make_plan(scheduler)
     assert plan.rows[0].num_drafts == 3
     assert scheduler.can_plan_next(plan) is limits.overlaps
 

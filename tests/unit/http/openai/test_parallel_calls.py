@@ -9,7 +9,7 @@ import pytest
 from outrider.platform.http.openai.tools.grammar import answer_constraint
 
 from .format_calls import MARKS, call
-from .test_tool_grammars import JSON, TOOLS, accepts, template_of, tokenizer_with
+from .test_tool_grammars import JSON, TOOLS, accepts, find_format, tokenizer_with
 
 __all__ = ["tokenizer_with"]  # a fixture
 
@@ -28,5 +28,5 @@ def test_several_calls_need_parallel_calls(kind, tokenizer_with):
     tokenizer = tokenizer_with(MARKS[kind])
     for parallel in (True, False):
         tools = TOOLS._replace(parallel=parallel)
-        constraint = answer_constraint(JSON, tools, template_of(kind), tokenizer, "")
+        constraint = answer_constraint(JSON, tools, find_format(kind), tokenizer, "")
         assert accepts(tokenizer, constraint, call(kind), TWO_CALLS[kind]) == [True, parallel]

@@ -129,6 +129,7 @@ def test_order_changes_no_bit_and_weights_change_the_digest(case):
 
 SHAPES = {name: ModuleShape(2, 3) for name in "qde"}
 LAYOUT = make_model(SHAPES).layout
+DRAFT_LAYOUT = make_model(SHAPES).layout
 
 
 def adapter(digest, modules, draft_modules=(), draft=""):
@@ -137,7 +138,7 @@ def adapter(digest, modules, draft_modules=(), draft=""):
     def weights(names):
         return {n: LoraWeights(torch.ones(names.count(n), 2), torch.ones(names.count(n), 3)) for n in set(names)}
 
-    return Adapter(digest, LAYOUT.pack(weights(modules)), LAYOUT.pack(weights(list(draft_modules))), draft)
+    return Adapter(digest, LAYOUT.pack(weights(modules)), DRAFT_LAYOUT.pack(weights(list(draft_modules))), draft)
 
 
 def test_draft_weights_are_mixed_likewise():
