@@ -34,7 +34,7 @@ from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.engine_core import EngineCore
 
 from .test_linear_native import operands
-from .test_quantized_native import make_inputs, make
+from .test_quantized_native import make, make_inputs
 from .tile_library import CAN_COMPUTE, COMPILER, EMULATES, compile_with_tiles
 
 LLAMA = {

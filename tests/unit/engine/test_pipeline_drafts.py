@@ -13,7 +13,7 @@ from outrider.platform.core.request import Drafts, Status
 from outrider.platform.engine.queue.gates import DraftLimits
 from outrider.platform.engine.queue.row_choices import can_overlap_next, row_choices
 
-from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, next_token, pipe, make_plan, request, step
+from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, make_plan, next_token, pipe, request, step
 
 LATE = DraftLimits(3, extra_slots=True, overlaps=True)
 
