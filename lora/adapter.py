@@ -65,7 +65,7 @@ class Adapter:
 
     @property
     def draft_rows(self) -> int:
-        """Those of its rank rows that are for the draft weights alone: all of these if the drafter is the target."""
+        """Number of its rank rows that only draft weights use: their rank if the target drafts for itself, else 0."""
         return self.drafter.rank if self.drafter.linears.layout is self.target.linears.layout else 0
 
     @property

@@ -209,7 +209,7 @@ class LearningEntry:
     num_versions: int
     """Versions that have been in use."""
     num_dropped: int
-    """Those of them that were dropped because acceptance fell."""
+    """Versions that were dropped because acceptance fell."""
     acceptance: float
     """Share of first drafts that were accepted under the weights in use."""
     acceptance_before: float | None
