@@ -113,7 +113,11 @@ def _check_config(source: Path, found: ModelConfig, served: ModelConfig) -> None
     """Refuse a model of another config than the one that is served."""
     facts: list[tuple[str, Any, Any]] = [
         ("architecture", found.architecture, served.architecture),
-        ("quantization", *(None if c.quantization is None else c.quantization.name for c in (found, served))),
+        (
+            "quantization",
+            found.quantization and found.quantization.name,
+            served.quantization and served.quantization.name,
+        ),
     ]
     if type(found) is type(served):
         names = [field.name for field in dataclasses.fields(served) if field.name not in _DERIVED]
