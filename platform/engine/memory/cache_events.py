@@ -1,0 +1,112 @@
+"""Events of the prefix cache, as plain data in vLLM's form: blocks stored and removed, and all of them cleared.
+
+A consumer that applies them in their order knows the blocks that a new sequence could find:
+
+    BlockStored    on the device (GPU) with its tokens; on the host (CPU) with its hash alone: the device had it before
+    BlockRemoved   from one of the two
+    AllBlocksCleared
+
+Hashes are cut to 64 bits, which is what consumers expect. They are names: only the engine compares whole ones, and only
+it decides about sharing. `extra_keys` of a block has what vLLM's has: the adapter's name, and in the first block the
+salt. The tenant, which vLLM does not know, has a field of its own. Blocks that all tenants share have no tenant.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from ...core.adapter_names import MARK, public_text
+from ...core.request import Request
+
+DEVICE, HOST = "GPU", "CPU"
+"""Values of `medium`, on a CPU too: the fast memory that steps read, and that of `swap_space`."""
+
+Event = dict[str, Any]
+
+
+def event_hash(digest: bytes) -> int:
+    """The hash of a block as events have it."""
+    return int.from_bytes(digest[-8:])
+
+
+class CacheEvents:
+    """Records events in their order until `take`."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._events: list[Event] = []
+
+    def stored(self, request: Request, indices: Sequence[int]) -> None:
+        """Record that blocks of a request, of these ascending indices, can be found on the device."""
+
+        def run(item: tuple[int, int]) -> tuple[int, str | None, str]:
+            """Key that the blocks of one event share: they follow each other, with one adapter and one tenant."""
+            place, index = item
+            adapter = self._adapter(request, index)
+            return index - place, adapter, self._tenant(request, index, adapter)
+
+        for (_, adapter, tenant), group in groupby(enumerate(indices), run):
+            members = [index for _, index in group]
+            first, end = members[0], members[-1] + 1
+            event: Event = {
+                "type": "BlockStored",
+                "block_hashes": [event_hash(digest) for digest in request.block_hashes[first:end]],
+                "parent_block_hash": event_hash(request.block_hashes[first - 1]) if first else None,
+                "token_ids": array("q", request.tokens[first * self._block_size : end * self._block_size]).tolist(),
+                "block_size": self._block_size,
+                "lora_id": None,
+                "medium": DEVICE,
+                "lora_name": adapter,
+                "extra_keys": [self._extra_keys(request, index, adapter) for index in members],
+            }
+            self._events.append(event | {"tenant": tenant} if tenant else event)
+
+    def _adapter(self, request: Request, index: int) -> str | None:
+        """Name, as clients know it, of the adapter that a block was computed with; None: the base model."""
+        is_base = index < request.num_base_tokens // self._block_size  # before an adapter that is activated later
+        return None if request.lora is None or is_base else public_text(request.lora.name)
+
+    def _tenant(self, request: Request, index: int, adapter: str | None) -> str:
+        """Tenant whose requests alone find a block; "" for those that all share. An adapter of its own is no other's."""
+        is_own = adapter is not None and request.lora is not None and MARK in request.lora.name
+        return "" if index < request.num_shared_tokens // self._block_size and not is_own else request.tenant
+
+    @staticmethod
+    def _extra_keys(request: Request, index: int, adapter: str | None) -> list[str] | None:
+        keys = [adapter, request.cache_salt if index == 0 else ""]
+        return [key for key in keys if key] or None
+
+    def stored_on_host(self, digest: bytes) -> None:
+        """Record that the host has the content of a block. Its tokens are not known here any more."""
+        self._events.append(
+            {
+                "type": "BlockStored",
+                "block_hashes": [event_hash(digest)],
+                "parent_block_hash": None,
+                "token_ids": [],
+                "block_size": self._block_size,
+                "lora_id": None,
+                "medium": HOST,
+                "lora_name": None,
+            }
+        )
+
+    def removed(self, digest: bytes, medium: str) -> None:
+        """Record that a block is not in this memory any more."""
+        last = self._events[-1] if self._events else {}
+        if last.get("type") != "BlockRemoved" or last["medium"] != medium:
+            last = {"type": "BlockRemoved", "block_hashes": [], "medium": medium}
+            self._events.append(last)
+        last["block_hashes"].append(event_hash(digest))
+
+    def cleared(self) -> None:
+        """Record that nothing is cached any more; what was recorded before says no more than that."""
+        self._events = [{"type": "AllBlocksCleared"}]
+
+    def take(self) -> list[Event]:
+        """Return the events since the last call, and forget them."""
+        events, self._events = self._events, []
+        return events
