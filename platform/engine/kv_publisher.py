@@ -181,6 +181,6 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, name: str, *, bind: bool) ->
         ) from error
     if tcp is None or tcp[1]:
         return endpoint
-    bound = split_tcp(socket.last_endpoint.decode().rstrip("\0"))
+    bound = split_tcp(socket.get_string(zmq.LAST_ENDPOINT))
     assert bound is not None
     return f"tcp://{tcp[0]}:{bound[1]}"

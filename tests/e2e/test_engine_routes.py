@@ -121,6 +121,8 @@ class Router:
                 if int.from_bytes(number) > self.next:
                     self.catch_up()
                 self._apply(int.from_bytes(number), payload)
+            else:  # the subscription may be younger than the last event
+                self.catch_up()
 
     def _apply(self, number, payload):
         if number < self.next:

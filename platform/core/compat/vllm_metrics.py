@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 VLLM_PREFIX = "vllm:"
 
@@ -33,30 +32,25 @@ def vllm_names(name: str) -> list[str]:
     return [name, *([OLDER_NAMES[name]] if name in OLDER_NAMES else [])]
 
 
-class Sample(Protocol):
-    """Labels and value of a series."""
-
-    labels: Mapping[str, str]
-    value: float
-
-
 _LEVELS = {"device": "gpu", "host": "cpu"}
 
 
-def residency(name: str, samples: Iterable[Sample]) -> dict[str, list[tuple[dict[str, str], float]]]:
+def residency(
+    name: str, samples: Iterable[tuple[Mapping[str, str], float]]
+) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Labels and values by vLLM's name of a metric that says where adapters are. An adapter on the device counts as on
     the host, too. Empty for another metric."""
     if name == "lora_max_loras":
-        return {"max_gpu_lora_adapters": [({}, sample.value) for sample in samples]}
+        return {"max_gpu_lora_adapters": [({}, value) for _, value in samples]}
     if name == "lora_adapters":
-        counts = {sample.labels["level"]: sample.value for sample in samples}
+        counts = {labels["level"]: value for labels, value in samples}
         held = {"gpu": counts["device"], "cpu": counts["device"] + counts["host"]}
         return {f"num_{level}_loaded_lora_adapters": [({}, count)] for level, count in held.items()}
     if name == "lora_adapter_loaded":
         found = [
-            ({"adapter_name": at["adapter"], "level": _LEVELS[at["level"]], "pinned": at["pinned"]}, sample.value)
-            for sample in samples
-            if (at := sample.labels)["level"] in _LEVELS
+            ({"adapter_name": at["adapter"], "level": _LEVELS[at["level"]], "pinned": at["pinned"]}, value)
+            for at, value in samples
+            if at["level"] in _LEVELS
         ]
         return {"lora_adapter_loaded": found}
     return {}

@@ -70,7 +70,7 @@ class CacheEvents:
         return None if request.lora is None or is_base else public_text(request.lora.name)
 
     def _tenant(self, request: Request, index: int, adapter: str | None) -> str:
-        """Tenant whose requests alone find a block; "" for those that all share. An adapter of its own is no other's."""
+        """Tenant whose requests alone find a block; "" for a block that all share. Its own adapters are no other's."""
         is_own = adapter is not None and request.lora is not None and MARK in request.lora.name
         return "" if index < request.num_shared_tokens // self._block_size and not is_own else request.tenant
 

@@ -216,7 +216,8 @@ class WithVllmNames(Collector):
             yield family
             for name in vllm_names(family.name.removeprefix(PREFIX)):
                 yield self._renamed(family, VLLM_PREFIX + name)
-            for name, samples in residency(family.name.removeprefix(PREFIX), family.samples).items():
+            found = [(sample.labels, sample.value) for sample in family.samples]
+            for name, samples in residency(family.name.removeprefix(PREFIX), found).items():
                 moved = Metric(VLLM_PREFIX + name, family.documentation, "gauge")
                 for labels, value in samples:
                     moved.add_sample(moved.name, {**self._labels, **labels}, value)

@@ -117,7 +117,7 @@ def test_a_consumer_knows_the_cache_after_each_of_10000_steps(num_host_blocks):
             tokens = tokens[: draw.randrange(30)] + [draw.randrange(3) for _ in range(draw.randrange(1, 14))]
             salt = draw.choice(("", "", "pepper"))
             fields = {"adapter": draw.choice([*ADAPTERS]), "tenant": draw.choice(("acme", "bolt")), "salt": salt}
-            fields["num_shared"] = 0 if salt else draw.choice((0, 0, 6, 8))
+            fields["num_shared"] = 0 if salt or fields["adapter"] == "own" else draw.choice((0, 0, 6, 8))
             seen = [*seen[-30:], (tokens, fields)]
             name = f"r{count}"
             running.append(name)
@@ -135,10 +135,10 @@ def test_a_consumer_knows_the_cache_after_each_of_10000_steps(num_host_blocks):
             engine.check(tokens, **fields)
     kinds = {type(event): 0 for batch in engine.batches for event in batch.events}
     assert set(kinds) == {BlockStored, BlockRemoved, AllBlocksCleared}
-    assert engine.scheduler.num_preemptions > 100
-    assert engine.cache.num_hits > 1000
+    assert engine.scheduler.num_preemptions > 20
+    assert engine.cache.num_hits > 300
     if num_host_blocks:
-        assert engine.host.num_hits > 100
+        assert engine.host.num_hits > 20
 
 
 def run(engine, tokens, **fields):

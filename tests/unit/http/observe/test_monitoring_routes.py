@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import outrider
 from outrider.platform.core.memory_usage import resident_memory_bytes
-from outrider.platform.core.messages import AdapterInfo, AdapterTransfers, EngineStats, SpeculationCounts, SpeculationEntry
+from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
 from outrider.platform.http.observe import metric_families as metrics_module
 from outrider.platform.http.observe import series_labels as labels_module
 from outrider.platform.http.observe.prometheus_metrics import Metrics
@@ -172,8 +172,6 @@ def test_adapters_by_tier_and_their_bytes(http, llm):
             AdapterInfo("late", "/r", "", 0, 0, "disk", num_waiting=2),
         ],
         lora_host_bytes=1530, lora_rows_used=8, lora_rows=64, lora_load_failures=2, lora_evictions={"host": 5},
-        lora_transfers=[AdapterTransfers("sql", {"host": 3, "device": 2}, {"host": 1}), AdapterTransfers("json", {"host": 1})],
-        kv_event_batches=9, kv_event_batches_dropped=4,
     )  # fmt: skip
     expected = {
         ("num_requests_waiting_by_reason", "reason", "adapter_loading"): 3,
@@ -194,13 +192,6 @@ def test_adapters_by_tier_and_their_bytes(http, llm):
         ("outrider:lora_rows_used", ()): 8,
         ("outrider:lora_rows", ()): 64,
         ("outrider:lora_load_failures_total", ()): 2,
-        ("outrider:lora_adapter_loads_total", (("adapter", "sql"), ("level", "host"))): 3,
-        ("outrider:lora_adapter_loads_total", (("adapter", "sql"), ("level", "device"))): 2,
-        ("outrider:lora_adapter_loads_total", (("adapter", "json"), ("level", "host"))): 1,
-        ("outrider:lora_adapter_evictions_total", (("adapter", "sql"), ("level", "host"))): 1,
-        ("outrider:lora_max_loras", ()): 4,
-        ("outrider:kv_event_batches_total", ()): 9,
-        ("outrider:kv_event_batches_dropped_total", ()): 4,
         ("outrider:lora_requests", (("adapter", "sql"), ("state", "running"))): 3,
         ("outrider:lora_requests", (("adapter", "late"), ("state", "waiting"))): 2,
         ("outrider:lora_adapter_loaded", (("adapter", "late"), ("level", "disk"), ("pinned", "false"))): 1,
@@ -270,8 +261,6 @@ def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):
             run_id=run_id, num_running=times, num_preemptions=times, prefix_cache_queries=10 * times,
             prefix_cache_hits=3 * times, kv_host_hits=4 * times,
             lora_load_failures=times, lora_evictions={"host": 2 * times},
-            lora_transfers=[AdapterTransfers(name, {"host": times}, {"device": times}) for name in adapters],
-            kv_event_batches=7 * times, kv_event_batches_dropped=times,
             speculation=[SpeculationEntry(name, "t", SpeculationCounts(times, 4 * times, 2 * times, [times, times]))
                          for name in adapters],
         )  # fmt: skip
@@ -292,10 +281,6 @@ def test_counters_do_not_fall_when_the_engine_starts_again(http, llm):
         ("outrider:num_requests_running", ()): (0, 1),
         ("outrider:lora_load_failures_total", ()): (5, 6),
         ("outrider:lora_evictions_total", (("level", "host"),)): (10, 12),
-        ("outrider:lora_adapter_loads_total", (("adapter", "sql"), ("level", "host"))): (5, 6),
-        ("outrider:lora_adapter_evictions_total", (("adapter", "json"), ("level", "device"))): (None, 1),
-        ("outrider:kv_event_batches_total", ()): (35, 42),
-        ("outrider:kv_event_batches_dropped_total", ()): (5, 6),
         ("outrider:spec_decode_num_drafts_total", labels[""]): (5, 5),
         ("outrider:spec_decode_num_draft_tokens_total", labels["sql"]): (20, 24),
         ("outrider:spec_decode_num_accepted_tokens_total", labels["sql"]): (10, 12),
@@ -334,16 +319,15 @@ COUNTERS = {
     "kv_host_hits",
     "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens", "generation_tokens", "request_success",
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos", "spec_decode_steps", "spec_decode_tokens",
-    "lora_evictions", "lora_load_failures", "lora_adapter_loads", "lora_adapter_evictions",
-    "kv_event_batches", "kv_event_batches_dropped",
+    "spec_decode_num_accepted_tokens_per_pos", "spec_decode_steps", "spec_decode_tokens", "lora_adapter_loads",
+    "lora_adapter_evictions",
+    "lora_evictions", "lora_load_failures", "kv_event_batches", "kv_event_batches_dropped",
 }  # fmt: skip
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
     "kv_host_bytes", "engine_resident_memory_bytes",
     "lora_requests_info", "lora_adapter_loaded", "lora_adapters", "lora_rows", "lora_rows_used", "lora_host_bytes",
-    "lora_max_loras",
-    "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds", "spec_decode_recent_drafts",
+    "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds", "spec_decode_recent_drafts", "lora_max_loras",
 }  # fmt: skip
 HISTOGRAMS = {
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "lora_load_seconds",

@@ -89,9 +89,13 @@ def test_adapters_as_gateways_read_them() -> None:
 
 
 def test_adapters_by_memory_as_routers_read_them() -> None:
-    lines = [line.replace('engine="0",model_name="demo"', "").replace(",}", "}") for line in exposition("demo").splitlines()]
-    found = {line.partition("vllm:")[2] for line in lines if line.startswith("vllm:") and "_lora_adapters" in line}
-    assert {"num_gpu_loaded_lora_adapters{} 1.0", "num_cpu_loaded_lora_adapters{} 2.0", "max_gpu_lora_adapters{} 4.0"} <= found
+    lines = [re.sub(r',?(engine|model_name)="\w+"', "", line) for line in exposition("demo").splitlines()]
+    found = {line.removeprefix("vllm:") for line in lines if line.startswith("vllm:") and "_lora_adapters" in line}
+    assert {
+        "num_gpu_loaded_lora_adapters{} 1.0",
+        "num_cpu_loaded_lora_adapters{} 2.0",
+        "max_gpu_lora_adapters{} 4.0",
+    } <= found
     loaded = sorted(line for line in lines if line.startswith("vllm:lora_adapter_loaded{"))
     assert [re.findall(r'(\w+)="(\w+)"', line) for line in loaded] == [
         [("adapter_name", "json"), ("level", "cpu"), ("pinned", "false")],
