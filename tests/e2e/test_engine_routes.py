@@ -48,9 +48,10 @@ def test_the_prefix_cache_is_emptied(http):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep(http, level):
+def test_sleep(http, make_router, level):
     before = [chat(http, model)[0] for model in ("outrider-demo", "sql")]
     pid, memory = http.server.engine().pid, http.server.engine().memory_info().rss
+    endpoint = make_router().source["endpoint"]
     finished = []
     body = {"model": "sql", "prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as running:
@@ -68,11 +69,16 @@ def test_sleep(http, level):
     assert http.get("/health").json()["status"] == "sleeping"
     assert http.get("/metrics").status_code == 200
     assert http.server.has_engine() == (level == 1)
+    assert http.get("/kv_event_sources", headers=ADMIN).status_code == (200 if level == 1 else 503)
     if level == 1:
         assert http.server.engine().memory_info().rss < memory
     assert http.post("/wake_up", headers=ADMIN).json() == {"is_sleeping": False}
     assert (http.server.engine().pid == pid) == (level == 1)
     assert [chat(http, model)[0] for model in ("outrider-demo", "sql")] == before
+    router = make_router()
+    assert (router.source["endpoint"] == endpoint) == (level == 1), "another engine has another port"
+    router.catch_up()
+    assert router.view.held["GPU"]
 
 
 def test_operators_alone(http):
@@ -187,16 +193,3 @@ def test_a_router_knows_the_cached_prefix_of_each_request(http, make_router):
     assert router.batches[-1].events == [AllBlocksCleared()]
     assert http.server.metric("kv_event_batches_total") >= router.next
     assert http.server.metric("kv_event_batches_dropped_total") == 0
-
-
-def test_an_engine_that_is_started_again_has_new_addresses_and_numbers(http, make_router):
-    before = make_router().source
-    http.post("/sleep?level=2", headers=ADMIN).raise_for_status()
-    assert http.get("/kv_event_sources", headers=ADMIN).status_code == 503
-    http.post("/wake_up", headers=ADMIN).raise_for_status()
-    router = make_router()
-    assert router.source["endpoint"] != before["endpoint"]
-    chat(http)
-    router.catch_up()
-    assert router.next > 0
-    assert router.view.held["GPU"]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from ...core.adapter_names import MARK, public_text
@@ -41,28 +40,33 @@ class CacheEvents:
 
     def stored(self, request: Request, indices: Sequence[int]) -> None:
         """Record that blocks of a request, of these ascending indices, can be found on the device."""
+        # Of one event: blocks that follow each other, with one adapter and one tenant.
+        cuts = {request.num_base_tokens // self._block_size, request.num_shared_tokens // self._block_size}
+        start = 0
+        for at in range(1, len(indices) + 1):
+            if at == len(indices) or indices[at] != indices[at - 1] + 1 or indices[at] in cuts:
+                self._stored(request, indices[start], indices[at - 1] + 1)
+                start = at
 
-        def run(item: tuple[int, int]) -> tuple[int, str | None, str]:
-            """Key that the blocks of one event share: they follow each other, with one adapter and one tenant."""
-            place, index = item
-            adapter = self._adapter(request, index)
-            return index - place, adapter, self._tenant(request, index, adapter)
-
-        for (_, adapter, tenant), group in groupby(enumerate(indices), run):
-            members = [index for _, index in group]
-            first, end = members[0], members[-1] + 1
-            event: Event = {
-                "type": "BlockStored",
-                "block_hashes": [event_hash(digest) for digest in request.block_hashes[first:end]],
-                "parent_block_hash": event_hash(request.block_hashes[first - 1]) if first else None,
-                "token_ids": array("q", request.tokens[first * self._block_size : end * self._block_size]).tolist(),
-                "block_size": self._block_size,
-                "lora_id": None,
-                "medium": DEVICE,
-                "lora_name": adapter,
-                "extra_keys": [self._extra_keys(request, index, adapter) for index in members],
-            }
-            self._events.append(event | {"tenant": tenant} if tenant else event)
+    def _stored(self, request: Request, first: int, end: int) -> None:
+        adapter, salt = self._adapter(request, first), request.cache_salt
+        extra_keys = [[adapter] if adapter else None] * (end - first)
+        if first == 0 and salt:
+            extra_keys[0] = [adapter, salt] if adapter else [salt]
+        event: Event = {
+            "type": "BlockStored",
+            "block_hashes": [event_hash(digest) for digest in request.block_hashes[first:end]],
+            "parent_block_hash": event_hash(request.block_hashes[first - 1]) if first else None,
+            "token_ids": array("q", request.tokens[first * self._block_size : end * self._block_size]).tolist(),
+            "block_size": self._block_size,
+            "lora_id": None,
+            "medium": DEVICE,
+            "lora_name": adapter,
+            "extra_keys": extra_keys,
+        }
+        if tenant := self._tenant(request, first, adapter):
+            event["tenant"] = tenant
+        self._events.append(event)
 
     def _adapter(self, request: Request, index: int) -> str | None:
         """Name, as clients know it, of the adapter that a block was computed with; None: the base model."""
@@ -73,11 +77,6 @@ class CacheEvents:
         """Tenant whose requests alone find a block; "" for a block that all share. Its own adapters are no other's."""
         is_own = adapter is not None and request.lora is not None and MARK in request.lora.name
         return "" if index < request.num_shared_tokens // self._block_size and not is_own else request.tenant
-
-    @staticmethod
-    def _extra_keys(request: Request, index: int, adapter: str | None) -> list[str] | None:
-        keys = [adapter, request.cache_salt if index == 0 else ""]
-        return [key for key in keys if key] or None
 
     def stored_on_host(self, digest: bytes) -> None:
         """Record that the host has the content of a block. Its tokens are not known here any more."""
