@@ -325,28 +325,35 @@ class Catalog:
         if known is not None and known.digest in self._residency.host:
             return known  # the files of its parts are not needed
         for part in lora.parts:
-            self._files.check(self._files.source(part.request))
+            version = self._match(part.request)
+            self._files.check(self._files.source(part.request) if version is None else version.source)
         parts = tuple(VersionPart(self._version_of_adapter(part.request), part.weight) for part in lora.parts)
         return self._registry.mix(lora.name, parts)
 
     def _find_mix(self, mix: LoRAMix) -> AdapterVersion | None:
         parts = []
         for request, weight in mix.parts:
-            version = self._registry.match(request.name, self._files.source(request))
+            version = self._match(request)
             if version is None:
                 return None
             parts.append(VersionPart(version, weight))
         return self._registry.find_mix(tuple(parts))
 
     def _version_of_adapter(self, request: LoRARequest) -> AdapterVersion:
-        source = self._files.source(request)
-        version = self._registry.match(request.name, source)
+        version = self._match(request)
         if version is None:
+            source = self._files.source(request)
             self._files.check(source)
             version = self._registry.add_candidate(request.name, source)
             self._residency.update_pins()
             self._on_change()
         return version
+
+    def _match(self, request: LoRARequest) -> AdapterVersion | None:
+        """Return the version that a request means. One that was sent while its adapter was loaded in place has the old
+        files, and means the new version."""
+        version = self._registry.find(request.name) if request.loaded else None
+        return version or self._registry.match(request.name, self._files.source(request))
 
     # --- lists ---
 

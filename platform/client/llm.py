@@ -268,7 +268,7 @@ class LLM:
         pinned: bool = False,
         running: str = "finish",
     ) -> AdapterInfo:
-        """See `Adapters.load`. With `tensors` and `peft_config` the adapter is made of them, see `TensorLoRARequest`, and
+        """See `Adapters.load`. With `tensors` and `peft_config` the adapter is made of them (`TensorLoRARequest`), and
         `lora_request` is its name."""
         request = tensor_request(lora_request, tensors, peft_config)
         return self.adapters.load(request, load_inplace=load_inplace, pinned=pinned, running=running)

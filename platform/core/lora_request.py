@@ -43,7 +43,9 @@ class LoRARequest:
 
     `roots` are real paths of folders: no file of the adapter may lie outside them, whatever links say. (): any may.
 
-    `files` are those of an adapter in memory (`AdapterFolder.files`), which the client sets; (): they are in the folder.
+    `files` are those of an adapter in memory (`AdapterFolder.files`); the client sets them. (): they are in the folder.
+
+    `loaded`, which the client sets, means what was loaded under the name last, wherever its files are.
     """
 
     lora_name: str
@@ -53,6 +55,7 @@ class LoRARequest:
     digest: str | None = None
     roots: tuple[str, ...] = ()
     files: tuple[tuple[str, str], ...] = ()
+    loaded: bool = field(default=False, compare=False)
 
     def __init__(
         self,
@@ -68,8 +71,8 @@ class LoRARequest:
         **of_vllm: Any,
     ) -> None:
         """Check and set the fields; InvalidRequestError names a wrong one. `of_vllm` are the keywords of
-        `vllm_python.LORA`."""
-        path = of_vllm.pop("lora_local_path", path)
+        `vllm_python.LORA`, and `loaded`."""
+        loaded, path = of_vllm.pop("loaded", False), of_vllm.pop("lora_local_path", path)
         reject_unsupported_options(
             "LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path")
         )
@@ -86,6 +89,7 @@ class LoRARequest:
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "roots", tuple(roots))
         object.__setattr__(self, "files", tuple(files))
+        object.__setattr__(self, "loaded", loaded)
 
     @property
     def name(self) -> str:

@@ -48,7 +48,8 @@ class EngineAdapters:
         """Remove an adapter, and with `mode` "abort" abort its requests."""
         ending = self._catalog.unload(name, mode)
         self._end(
-            ending, NotFoundError(f"the adapter {name!r} was unloaded while the request ran (mode 'abort')", param="model")
+            ending,
+            NotFoundError(f"the adapter {name!r} was unloaded while the request ran (mode 'abort')", param="model"),
         )
 
     def end_replaced(self, requests: list[Request]) -> None:

@@ -32,7 +32,7 @@ router = APIRouter()
 
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented_load())
 async def load_adapter(request: Request) -> Response:
-    """Register an adapter from a folder or another source that this server allows, or one that arrives with the call."""
+    """Register an adapter from a folder or another allowed source, or one that arrives with the call."""
     principal = await _may_have_adapters(request)
     serving = serving_of(request)
     memory, upload = serving.llm.sources.memory, None
@@ -70,9 +70,7 @@ async def load_adapter(request: Request) -> Response:
     return response
 
 
-async def _load_path(
-    serving: Serving, body: LoadAdapterRequest, tenant: str, max_adapters: int | None
-) -> AdapterInfo:
+async def _load_path(serving: Serving, body: LoadAdapterRequest, tenant: str, max_adapters: int | None) -> AdapterInfo:
     """Load and store an adapter. `max_adapters` is None if an admin loads, who reads from other folders than a
     tenant does."""
     models, policy = serving.models, serving.adapter_policy
@@ -133,7 +131,6 @@ def _check_shared_memory(serving: Serving, principal: Principal) -> None:
     if not principal.is_admin:
         raise PermissionDeniedError("lora_shm: shared memory is read for an admin's API key alone", param="lora_shm")
     serving.adapter_policy.check_shared_memory()
-
 
 
 async def _stored(serving: Serving, request: LoRARequest, tenant: str, pinned: bool) -> StoredAdapter:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ...client.adapters.sources.folders import MAX_PATH, CheckedFolder, FolderRules
-from ...client.adapters.sources.shared_memory import SHARED_MEMORY
 from ...client.adapters.sources.resolver import (
     LOCAL_SCHEMES,
     is_hub_id,
@@ -22,6 +21,7 @@ from ...client.adapters.sources.resolver import (
     shown_source,
     source_scheme,
 )
+from ...client.adapters.sources.shared_memory import SHARED_MEMORY
 from ...core.adapter_files import ANYWHERE, is_inside, real_roots
 from ...core.errors import AdapterError
 from ...core.lora_request import LoRARequest

@@ -46,8 +46,8 @@ class Form:
     def __init__(
         self, boundary: bytes, write: Callable[[bytearray], None], documents: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """`write` takes pieces of the file. `documents` are fields with longer texts, kept as they are, and their largest
-        number of bytes."""
+        """`write` takes pieces of the file. `documents` are fields with longer texts, which are kept as they are, and
+        their largest numbers of bytes."""
         self._documents = documents
         self.fields: dict[str, str] = {}
         self.filename: str | None = None

@@ -42,7 +42,7 @@ MAX_IGNORED = 32
 MAX_IGNORED_NAME = 64
 """Longest name of an ignored field in the header."""
 ADAPTER_DIGEST = "x-outrider-adapter-digest"
-"""Header with the digest of the adapter's version that answered; digests if a prompt has another one than the others."""
+"""Header with the digest of the adapter's version that answered, or with several if the prompts differ in it."""
 _INDEX = re.compile(r"\[\d+\]")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 

@@ -192,7 +192,7 @@ class AdapterMemory:
     def known(self, request: TensorLoRARequest) -> LoRARequest | None:
         """The files that were made of a request's tensors, if they are still there."""
         made = self._of_tensors.get(request)
-        return None if made is None else self.find(request.name, made.path)
+        return None if made is None or self.find(made.name, made.path) is None else made
 
     def take_tensors(self, request: TensorLoRARequest) -> LoRARequest:
         """Copy the tensors of a request to files, which its name holds. May take a second.
@@ -319,6 +319,7 @@ class Upload:
 
 def close_later(descriptors: Sequence[int]) -> None:
     """Close files in a thread: the system takes some 20 ms to free a large one."""
+
     def close() -> None:
         for descriptor in descriptors:
             os.close(descriptor)
