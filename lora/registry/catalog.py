@@ -7,21 +7,18 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-from ...platform.core.adapter_verbs import RUNNING
 from ...platform.core.errors import (
     AdapterError,
     InvalidRequestError,
     InvalidUserInputError,
     OutriderError,
     error_from_info,
-    invalid,
 )
 from ...platform.core.lora_request import LoRA, LoRAMix, LoRARequest
 from ...platform.core.messages import AdapterInfo
 from ...platform.core.request import Request
-from ...platform.core.sampling_params import quote_for_error
 from ..adapter import DRAFT_LOADED, Adapter, changed_error
 from ..files.folder import AdapterFiles
 from ..tiers.residency import LEAST_URGENT, Residency
@@ -37,6 +34,8 @@ UNLOAD_MODES = ("drain", "abort")
 
 MAX_LOAD_SECONDS = 1024
 """Durations of loads kept until the next `stats`."""
+Replaced: TypeAlias = list[Request] | None
+"""Gets the requests that a load in place replaces."""
 
 
 class Catalog:
@@ -76,15 +75,13 @@ class Catalog:
         return self._start_pin(**arguments) if verb == "pin" else None
 
     def _start_load(
-        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, running: str = "finish"
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, replaced: Replaced = None
     ) -> PendingLoad:
         self.wait(0)
-        if running not in RUNNING:
-            raise invalid("running", f"must be one of {', '.join(RUNNING)}; got {quote_for_error(running)}")
         check = partial(self._check_free, request.name, load_inplace=load_inplace)
         check()
         version = AdapterVersion(request.name, self._files.source(request))
-        return self._start_read(version, check, pinned=pinned, aborts=running == "abort")
+        return self._start_read(version, check, pinned=pinned, replaced=replaced)
 
     def _start_pin(self, name: str) -> PendingLoad | None:
         self.wait(0)
@@ -95,13 +92,14 @@ class Catalog:
         return self._start_read(again, partial(self._check_unchanged, again), pinned=True)
 
     def _start_read(
-        self, version: AdapterVersion, check: Callable[[], None], *, pinned: bool, aborts: bool = False
+        self, version: AdapterVersion, check: Callable[[], None], *, pinned: bool, replaced: Replaced = None
     ) -> PendingLoad:
         def register(adapter: Adapter) -> AdapterVersion:
             check()
             registered = self._register(version, adapter, pinned=pinned)
-            earlier = self._registry.requests_of(version.name) if aborts else []
-            pending.replaced += [request for request in earlier if request.adapter.digest != adapter.digest]
+            if replaced is not None:
+                earlier = self._registry.requests_of(version.name)
+                replaced.extend(request for request in earlier if request.adapter.digest != adapter.digest)
             return registered
 
         self._loads[version] = pending = PendingLoad(register, self.wait, self.info)
@@ -119,13 +117,7 @@ class Catalog:
             raise InvalidUserInputError(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
 
     def load(
-        self,
-        request: LoRARequest,
-        *,
-        load_inplace: bool = False,
-        pinned: bool = False,
-        running: str = "finish",
-        replaced: builtins.list[Request] | None = None,
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, replaced: Replaced = None
     ) -> AdapterInfo:
         """Read, check and register an adapter now.
 
@@ -133,20 +125,15 @@ class Catalog:
             request: Name and folders.
             load_inplace: Replace an adapter of this name.
             pinned: Keep it on the device, where it is when this returns.
-            running: "finish": requests finish on the version that they began with. "abort": the caller must abort them.
-            replaced: Gets these requests.
+            replaced: Gets the requests on earlier versions, for the caller to abort; None: they finish there.
 
         Raises:
             AdapterError: the adapter cannot be served; an adapter registered under the name stays.
             InvalidUserInputError: the name is taken and `load_inplace` is not set, or it cannot be pinned: too many
                 are, or running requests leave no room for it now.
-            InvalidRequestError: `running` is something else.
         """
-        pending = self._start_load(request, load_inplace=load_inplace, pinned=pinned, running=running)
-        version = pending.version()
-        if replaced is not None:
-            replaced += pending.replaced
-        return self._info_after_write(version, wait=pinned)
+        pending = self._start_load(request, load_inplace=load_inplace, pinned=pinned, replaced=replaced)
+        return self._info_after_write(pending.version(), wait=pinned)
 
     def _register(self, version: AdapterVersion, adapter: Adapter, *, pinned: bool) -> AdapterVersion:
         """Register a version whose files have been read, and load it into memory."""

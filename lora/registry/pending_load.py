@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from ...platform.core.errors import InvalidUserInputError, OutriderError
 from ...platform.core.messages import AdapterInfo
-from ...platform.core.request import Request
 from ..adapter import Adapter
 from .versions import AdapterVersion
 
@@ -23,8 +22,6 @@ class PendingLoad:
         """`register` is called with what was read, and `wait` waits at most that many seconds for a transfer."""
         self._register, self._wait, self._describe = register, wait, describe
         self._outcome: AdapterVersion | OutriderError | None = None
-        self.replaced: list[Request] = []
-        """Requests on earlier versions of the name, which the caller must abort once the call is done."""
 
     def finish(self, adapter: Adapter | OutriderError) -> None:
         """Set the outcome: the read has ended."""

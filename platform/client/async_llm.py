@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError
-from ..core.lora_request import LoRARequest, tensor_request
+from ..core.lora_request import LoRARequest, TensorOptions, tensor_request
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.pooling import (
@@ -357,19 +357,10 @@ class AsyncLLM:
         [output] = await pooling.pool_async(self, "classify", [prompt], None, request_id, lora_request, options)
         return pooling.classification(output)
 
-    async def load_lora_adapter(
-        self,
-        lora_request: LoRARequest | str,
-        *,
-        tensors: Mapping[str, Any] | None = None,
-        peft_config: Any = None,
-        load_inplace: bool = False,
-        pinned: bool = False,
-        running: str = "finish",
-    ) -> AdapterInfo:
+    async def load_lora_adapter(self, lora_request: LoRARequest | str, **options: Unpack[TensorOptions]) -> AdapterInfo:
         """See `LLM.load_lora_adapter`."""
-        request = tensor_request(lora_request, tensors, peft_config)
-        return await self.adapters.load(request, load_inplace=load_inplace, pinned=pinned, running=running)
+        request, rest = tensor_request(lora_request, options)
+        return await self.adapters.load(request, **rest)
 
     async def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
         """See `Adapters.register`."""

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError, invalid
 from ..core.logs import format_trace
-from ..core.lora_request import LoRARequest, tensor_request
+from ..core.lora_request import LoRARequest, TensorOptions, tensor_request
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
@@ -190,19 +190,10 @@ class LLMEngine:
 
     # --- adapters: see `core.adapter_verbs.Adapters` --------------------------------------------------------------
 
-    def load_lora_adapter(
-        self,
-        lora_request: LoRARequest | str,
-        *,
-        tensors: Mapping[str, Any] | None = None,
-        peft_config: Any = None,
-        load_inplace: bool = False,
-        pinned: bool = False,
-        running: str = "finish",
-    ) -> AdapterInfo:
+    def load_lora_adapter(self, lora_request: LoRARequest | str, **options: Unpack[TensorOptions]) -> AdapterInfo:
         """See `LLM.load_lora_adapter`."""
-        request = tensor_request(lora_request, tensors, peft_config)
-        return self.adapters.load(request, load_inplace=load_inplace, pinned=pinned, running=running)
+        request, rest = tensor_request(lora_request, options)
+        return self.adapters.load(request, **rest)
 
     def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
         """See `Adapters.register`."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 from .adapter_files import IN_MEMORY, AdapterFolder
 from .compat.unsupported_options import reject_unsupported_options
@@ -146,19 +146,37 @@ class TensorLoRARequest(LoRARequest):
         object.__setattr__(self, "lora_tensors", dict(lora_tensors))
 
 
-def tensor_request(lora: Any, tensors: Mapping[str, Any] | None, peft_config: Any) -> Any:
-    """The adapter with the name, or of the request, `lora` that is made of tensors; `lora` itself if both are None.
+class LoadOptions(TypedDict, total=False):
+    """Options of `AdapterVerbs.load`."""
+
+    load_inplace: bool
+    pinned: bool
+    running: str
+
+
+class TensorOptions(LoadOptions, total=False):
+    """Options of `load_lora_adapter`: the fields of a `TensorLoRARequest`, if the adapter is made of tensors."""
+
+    tensors: Mapping[str, Any] | None
+    peft_config: Any
+
+
+def tensor_request(lora: Any, options: TensorOptions) -> tuple[Any, LoadOptions]:
+    """The adapter with the name, or of the request, `lora` that is made of the tensors in the options; `lora` itself
+    if there are none. Returns it with the other options.
 
     Raises:
-        InvalidRequestError: one of them is missing or wrong; `param` names it.
+        InvalidRequestError: the tensors or the configuration are missing or wrong; `param` names the field.
     """
-    if tensors is None and peft_config is None:
-        return lora
-    for name, value in (("tensors", tensors), ("peft_config", peft_config)):
-        if value is None:
-            raise invalid(name, "is missing: an adapter in memory needs tensors and peft_config")
-    name, number = (lora.lora_name, lora.lora_int_id) if isinstance(lora, LoRARequest) else (lora, 0)
-    return TensorLoRARequest(name, number, peft_config=peft_config, lora_tensors=cast(Mapping[str, Any], tensors))
+    rest = {name: value for name, value in options.items() if name not in ("tensors", "peft_config")}
+    tensors, config = options.get("tensors"), options.get("peft_config")
+    if tensors is not None or config is not None:
+        for name, value in (("tensors", tensors), ("peft_config", config)):
+            if value is None:
+                raise invalid(name, "is missing: an adapter in memory needs tensors and peft_config")
+        name, number = (lora.lora_name, lora.lora_int_id) if isinstance(lora, LoRARequest) else (lora, 0)
+        lora = TensorLoRARequest(name, number, peft_config=config, lora_tensors=cast(Mapping[str, Any], tensors))
+    return lora, cast(LoadOptions, rest)
 
 
 class LoRAPart(NamedTuple):

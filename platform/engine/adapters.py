@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..core.errors import AdapterReplacedError, NotFoundError, OutriderError
+from ..core.adapter_verbs import RUNNING, PendingCall
+from ..core.errors import AdapterReplacedError, NotFoundError, OutriderError, invalid
 from ..core.lora_request import LoRARequest
 from ..core.messages import AdapterInfo
 from ..core.request import Request
+from ..core.sampling_params import quote_for_error
 
 if TYPE_CHECKING:
     from ...lora.registry.catalog import Catalog
-    from ...lora.registry.pending_load import PendingLoad
     from .features import NoAdapters
     from .queue.scheduler import Scheduler
 
@@ -30,19 +31,23 @@ class EngineAdapters:
         self.pin, self.unpin = catalog.pin, catalog.unpin
         self.find, self.list = catalog.find, catalog.list
 
-    def load(self, request: LoRARequest, **options: Any) -> AdapterInfo:
+    def load(self, request: LoRARequest, *, running: str = "finish", **options: Any) -> AdapterInfo:
         """Load an adapter, and abort the requests on earlier versions if `running` is "abort"."""
-        replaced: list[Request] = []
+        replaced = _replaced(running)
         try:
             info: AdapterInfo = self._catalog.load(request, **options, replaced=replaced)
         finally:
             self.end_replaced(replaced)
         return info
 
-    def start(self, verb: str, arguments: Mapping[str, Any]) -> _Started | None:
+    def start(self, verb: str, arguments: Mapping[str, Any]) -> PendingCall | None:
         """See `LocalAdapters`."""
-        load = self._catalog.start(verb, arguments)
-        return None if load is None else _Started(load, self)
+        if verb != "load":
+            return self._catalog.start(verb, arguments)
+        options = {**arguments}
+        replaced = _replaced(options.pop("running", "finish"))
+        load = self._catalog.start(verb, {**options, "replaced": replaced})
+        return None if load is None else _PendingLoad(load, lambda: self.end_replaced(replaced))
 
     def unload(self, name: str, mode: str = "drain") -> None:
         """Remove an adapter, and with `mode` "abort" abort its requests."""
@@ -52,25 +57,39 @@ class EngineAdapters:
             NotFoundError(f"the adapter {name!r} was unloaded while the request ran (mode 'abort')", param="model"),
         )
 
-    def end_replaced(self, requests: list[Request]) -> None:
+    def end_replaced(self, requests: list[Request] | None) -> None:
         """Abort requests whose adapter has another version now."""
         message = "another version of the adapter was loaded while the request ran (running 'abort'); send it again"
-        self._end(requests, AdapterReplacedError(message, param="model"))
+        self._end(requests or [], AdapterReplacedError(message, param="model"))
 
     def _end(self, requests: list[Request], error: OutriderError) -> None:
         self._scheduler.end([request.request_id for request in requests], error.info())
 
 
-class _Started:
-    """A call of a verb that waits for files. Its result aborts the requests that it replaces."""
+class _PendingLoad(NamedTuple):
+    """A load whose result aborts the requests that it replaces: they are not aborted amid a step."""
 
-    def __init__(self, load: PendingLoad, adapters: EngineAdapters) -> None:
-        self._load, self._adapters = load, adapters
-        self.done = load.done
+    load: PendingCall
+    end_replaced: Callable[[], None]
+
+    def done(self) -> bool:
+        """See `PendingCall`."""
+        return self.load.done()
 
     def result(self) -> AdapterInfo:
         """See `PendingCall`."""
         try:
-            return self._load.result()
+            return self.load.result()
         finally:
-            self._adapters.end_replaced(self._load.replaced)
+            self.end_replaced()
+
+
+def _replaced(running: str) -> list[Request] | None:
+    """A list for the requests to abort; None: they finish.
+
+    Raises:
+        InvalidRequestError: `running` is neither.
+    """
+    if running not in RUNNING:
+        raise invalid("running", f"must be one of {', '.join(RUNNING)}; got {quote_for_error(running)}")
+    return [] if running == "abort" else None

@@ -11,8 +11,8 @@ from outrider.lora.files.folder import AdapterFiles
 from outrider.lora.manager import LOADING
 from outrider.lora.registry import catalog as catalog_module
 from outrider.platform.core.adapter_files import files_digest
-from outrider.platform.core.errors import AdapterError, InvalidRequestError, InvalidUserInputError, NotFoundError
-from outrider.platform.core.lora_request import LoRAMix, LoRAPart, LoRARequest
+from outrider.platform.core.errors import AdapterError, InvalidUserInputError, NotFoundError
+from outrider.platform.core.lora_request import LoRARequest
 
 from .conftest import admitted, level, make_request, settle, tensors
 
@@ -38,42 +38,6 @@ def test_a_duplicate_name_is_refused_unless_in_place(make_manager, folder):
     second = manager.catalog.load(LoRARequest("a", path=folder("b")), load_inplace=True)
     assert second.digest != first.digest
     assert [info.digest for info in manager.catalog.list()] == [second.digest]
-
-
-def test_a_request_that_was_sent_during_a_load_in_place(make_manager, folder):
-    """It has the old folder, and means the new version; a user who names that folder means its content."""
-    manager = make_manager()
-    old = manager.catalog.load(LoRARequest("a", path=folder("a")))
-    new = manager.catalog.load(LoRARequest("a", path=folder("b")), load_inplace=True)
-    sent = manager.catalog.bind_version(LoRARequest("a", path=old.path, loaded=True))
-    assert sent.digest.hex() == new.digest
-    mix = LoRAMix((LoRAPart(LoRARequest("a", path=old.path, loaded=True), 0.5),))
-    assert [part.version for part in manager.catalog.bind_version(mix).parts] == [sent]
-    assert manager.catalog.bind_version(LoRARequest("a", path=old.path)) is not sent
-    assert manager.catalog.bind_version(LoRARequest("c", path=old.path, loaded=True)).name == "c"
-
-
-def test_a_load_in_place_names_the_requests_to_abort(make_manager, folder):
-    manager = make_manager()
-    running, other = admitted(manager, "a", folder("a")), admitted(manager, "b", folder("b"))
-    waiting = make_request("a", folder("a"))
-    manager.resolve(waiting)
-    replaced = []
-    manager.catalog.load(LoRARequest("a", path=folder("a")), load_inplace=True, running="abort", replaced=replaced)
-    assert replaced == [], "the same content"
-    manager.catalog.load(LoRARequest("a", path=folder("c", rank=3)), load_inplace=True, replaced=replaced)
-    assert replaced == []
-    with pytest.raises(AdapterError):
-        manager.catalog.load(
-            LoRARequest("a", path=folder("big", rank=9)), load_inplace=True, running="abort", replaced=replaced
-        )
-    assert replaced == []
-    manager.catalog.load(LoRARequest("a", path=folder("d")), load_inplace=True, running="abort", replaced=replaced)
-    assert replaced == [running, waiting]
-    for request in (running, waiting, other):
-        manager.forget(request)
-    with pytest.raises(InvalidRequestError, match="running"):
-        manager.catalog.load(LoRARequest("a", path=folder("a")), load_inplace=True, running="stop")
 
 
 def test_a_broken_replacement_leaves_the_old_one(make_manager, folder):

@@ -99,15 +99,15 @@ def test_vllms_spelling():
 
 
 def test_a_name_with_tensors():
-    made = tensor_request("a", {}, {"r": 1})
+    made, rest = tensor_request("a", {"tensors": {}, "peft_config": {"r": 1}, "pinned": True})
     assert isinstance(made, TensorLoRARequest)
-    assert made.name == "a"
+    assert (made.name, rest) == ("a", {"pinned": True})
     given = LoRARequest("b", 3, "/x")
-    assert tensor_request(given, None, None) is given
-    assert tensor_request(given, {}, {}).lora_int_id == 3
-    for options in (({}, None), (None, {})):
+    assert tensor_request(given, {"load_inplace": True}) == (given, {"load_inplace": True})
+    assert tensor_request(given, {"tensors": {}, "peft_config": {}})[0].lora_int_id == 3
+    for options in ({"tensors": {}}, {"peft_config": {}}):
         with pytest.raises(InvalidRequestError, match="is missing"):
-            tensor_request("a", *options)
+            tensor_request("a", options)
 
 
 def test_an_object_is_copied_once():
