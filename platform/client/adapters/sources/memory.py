@@ -34,8 +34,10 @@ from .resolver import DEFAULT_MAX_ADAPTER_BYTES, unavailable
 DEFAULT_MAX_UPLOAD_BYTES = 4 << 30
 MAX_CONFIG_BYTES = 1 << 20
 """Largest adapter_config.json, as in `lora.files`."""
+MAX_ADAPTERS = 100
+"""Adapters in memory, those that arrive too. Each takes two file descriptors of the process, which has connections."""
 TENANTS_SHARE = 4
-"""A tenant's adapters in memory have at most the total's bytes divided by this, so that no tenant keeps others out."""
+"""A tenant has at most this fraction of the bytes and adapters in memory, so that no tenant keeps others out."""
 
 _KEPT = 2
 """Contents of one name that are kept for requests that bring tensors: the newest, and the one before for requests that
@@ -70,6 +72,7 @@ class AdapterMemory:
         self._lock = threading.RLock()
         self._contents: dict[tuple[str, str], _Content] = {}  # by owner and path
         self._used: Counter[str] = Counter()  # bytes by owner
+        self._num_adapters: Counter[str] = Counter()  # also those that arrive
         self._kept: dict[str, set[str]] = {}  # name -> paths of the last `restrict`
         self._of_tensors: WeakKeyDictionary[TensorLoRARequest, LoRARequest] = WeakKeyDictionary()
 
@@ -85,42 +88,45 @@ class AdapterMemory:
         """An adapter that arrives, to be used as a context; `owner` is its tenant, "" for adapters that all share."""
         return Upload(self, owner)
 
-    def take(self, owner: str, num_bytes: int) -> None:
-        """Count bytes that arrive.
+    def take(self, owner: str, num_bytes: int, num_adapters: int = 0) -> None:
+        """Count bytes that arrive, or an adapter that begins to.
 
         Raises:
             InvalidUserInputError: there is no room for them.
         """
-        share = self.max_bytes // TENANTS_SHARE if owner else self.max_bytes
+        divisor = TENANTS_SHARE if owner else 1
         with self._lock:
-            for whose, used, most in (
-                ("This tenant's adapters", self._used[owner], share),
-                ("Adapters", self._used.total(), self.max_bytes),
+            for used, more, limit, unit in (
+                (self._used, num_bytes, self.max_bytes, "bytes (--lora-upload-bytes)"),
+                (self._num_adapters, num_adapters, MAX_ADAPTERS, "adapters"),
             ):
-                if used + num_bytes > most:
-                    raise InvalidUserInputError(
-                        f"{whose if owner else 'Adapters'} that were loaded from memory have {used} bytes, of at most "
-                        f"{most} (--lora-upload-bytes); unload one first",
-                        param="file",
-                    )
+                for whose, have, most in (("this tenant", used[owner], limit // divisor), ("all", used.total(), limit)):
+                    if have + more > most:
+                        raise InvalidUserInputError(
+                            "there is no room for an adapter from memory: at most "
+                            f"{most} {unit} for {whose if owner else 'all'}; unload one first",
+                            param="file",
+                        )
             self._used[owner] += num_bytes
-
-    def move(self, owner: str, to: str, num_bytes: int) -> None:
-        """Count bytes for another owner; InvalidUserInputError if it has no room for them."""
-        with self._lock:
-            self._used[owner] -= num_bytes
-            try:
-                self.take(to, num_bytes)
-            except InvalidUserInputError:
-                self._used[owner] += num_bytes
-                raise
+            self._num_adapters[owner] += num_adapters
 
     def give_back(self, owner: str, num_bytes: int) -> None:
-        """Count bytes no longer."""
+        """Count an adapter and its bytes no longer."""
         with self._lock:
-            self._used[owner] -= num_bytes
-            if not self._used[owner]:
-                del self._used[owner]
+            for used, less in ((self._used, num_bytes), (self._num_adapters, 1)):
+                used[owner] -= less
+                if not used[owner]:
+                    del used[owner]
+
+    def move(self, owner: str, to: str, num_bytes: int) -> None:
+        """Count an adapter and its bytes for another owner; InvalidUserInputError if it has no room for them."""
+        with self._lock:
+            self.give_back(owner, num_bytes)
+            try:
+                self.take(to, num_bytes, 1)
+            except InvalidUserInputError:
+                self.take(owner, num_bytes, 1)  # as before
+                raise
 
     def add(self, owner: str, path: str, descriptors: tuple[int, int], token: str, num_bytes: int) -> LoRARequest:
         """Take files over, of which `num_bytes` are counted. Files with the same content replace them: their path is
@@ -233,7 +239,12 @@ class Upload:
         """Bytes of the weights so far."""
 
     def __enter__(self) -> Self:
-        self._weights = self._create()
+        self._memory.take(self._owner, 0, 1)
+        try:
+            self._weights = self._create()
+        except BaseException:
+            self._memory.give_back(self._owner, 0)
+            raise
         return self
 
     def _create(self) -> int:

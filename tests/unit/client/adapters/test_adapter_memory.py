@@ -7,7 +7,12 @@ import time
 import pytest
 
 from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions
-from outrider.platform.client.adapters.sources.memory import MAX_CONFIG_BYTES, TENANTS_SHARE, AdapterMemory
+from outrider.platform.client.adapters.sources.memory import (
+    MAX_ADAPTERS,
+    MAX_CONFIG_BYTES,
+    TENANTS_SHARE,
+    AdapterMemory,
+)
 from outrider.platform.client.adapters.sources.shared_memory import SHARED_MEMORY, read_shared_memory
 from outrider.platform.core.adapter_files import CONFIG_FILE, DRAFT_FOLDER, TEXT_FILES, WEIGHT_FILES
 from outrider.platform.core.adapter_names import engine_name
@@ -156,7 +161,7 @@ def test_all_adapters_are_bounded_together(memory):
     size = 4_000 - len(CONFIG)
     put(memory, "a", b"a" * size)
     put(memory, "b", b"b" * size)
-    with pytest.raises(InvalidUserInputError, match="bytes, of at most 10000"):
+    with pytest.raises(InvalidUserInputError, match=r"at most 10000 bytes .* for all"):
         put(memory, "c", b"c" * size)
     memory.restrict("a")
     put(memory, "c", b"c" * size)
@@ -164,20 +169,39 @@ def test_all_adapters_are_bounded_together(memory):
 
 def test_a_tenant_has_a_share(memory):
     most = 10_000 // TENANTS_SHARE - len(CONFIG)
-    with pytest.raises(InvalidUserInputError, match="This tenant's adapters"):
+    with pytest.raises(InvalidUserInputError, match="for this tenant"):
         put(memory, "a", bytes(most + 1), owner="acme")
     put(memory, "a", bytes(most), owner="acme")
     put(memory, "a", bytes(most), owner="other")
     with memory.upload() as upload:  # an admin's, for a tenant
         upload.write(b"x")
-        with pytest.raises(InvalidUserInputError, match="This tenant's adapters"):
+        with pytest.raises(InvalidUserInputError, match="for this tenant"):
             upload.finish(CONFIG, owner="acme")
     assert memory.num_bytes == 2 * (10_000 // TENANTS_SHARE)
     memory.restrict(engine_name("acme", "a"))
     with memory.upload() as upload:
         upload.finish(CONFIG, owner="acme")
-        with pytest.raises(InvalidUserInputError, match="This tenant's adapters"):
+        with pytest.raises(InvalidUserInputError, match="for this tenant"):
             memory.take("acme", 10_000 // TENANTS_SHARE)
+
+
+def test_the_number_of_adapters_is_bounded():
+    memory = AdapterMemory()
+    for number in range(MAX_ADAPTERS // TENANTS_SHARE):
+        put(memory, f"a{number}", b"%d" % number, owner="acme")
+    with pytest.raises(InvalidUserInputError, match=f"{MAX_ADAPTERS // TENANTS_SHARE} adapters for this tenant"):
+        put(memory, "more", b"more", owner="acme")
+    with pytest.raises(InvalidUserInputError, match="for this tenant"), memory.upload("acme"):
+        pass
+    for number in range(MAX_ADAPTERS - MAX_ADAPTERS // TENANTS_SHARE):
+        put(memory, f"b{number}", b"%d" % number)
+    with pytest.raises(InvalidUserInputError, match=f"{MAX_ADAPTERS} adapters for all"):
+        put(memory, "more", b"more")
+    memory.restrict("b1")
+    put(memory, "more", b"more")
+    for name in ("more", *(f"b{number}" for number in range(MAX_ADAPTERS))):
+        memory.restrict(name)
+    put(memory, "more", b"more")
 
 
 def test_sources_hold_what_is_loaded():
