@@ -35,7 +35,8 @@ async def load_adapter(request: Request) -> Response:
     """Register an adapter from a folder or another allowed source, or one that arrives with the call."""
     principal = await _may_have_adapters(request)
     serving = serving_of(request)
-    memory, upload = serving.llm.sources.memory, None
+    memory = serving.llm.sources.memory
+    upload: Upload | None = None
     with contextlib.ExitStack() as stack:
         body: LoadAdapterRequest | UploadAdapterRequest
         if is_form(request):

@@ -26,7 +26,8 @@ def tensor_pieces(tensors: Mapping[str, Any]) -> Iterator[memoryview]:
     Raises:
         AdapterError: one is no tensor, or of a dtype or layout that cannot be written.
     """
-    header, offset = {}, 0
+    header: dict[str, Any] = {}
+    offset = 0
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise _error(key, f"must be a torch.Tensor, got {quote_for_error(tensor)}")
