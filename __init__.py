@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from .platform.core.repetition import RepetitionDetectionParams
     from .platform.core.sampling_params import RequestOutputKind, SamplingParams
     from .platform.core.structured_outputs import StructuredOutputsParams
 
@@ -74,6 +75,7 @@ _NAMES_OF = {
     ".platform.core.pooling": """
         ClassificationRequestOutput EmbeddingRequestOutput PoolingParams PoolingRequestOutput ScoringRequestOutput
     """,
+    ".platform.core.repetition": "RepetitionDetectionParams",
     ".platform.core.sampling_params": "RequestOutputKind SamplingParams",
     ".platform.core.structured_outputs": "StructuredOutputsParams",
 }
@@ -113,6 +115,7 @@ __all__ = [
     "PoolingRequestOutput",
     "PromptTooLongError",
     "RateLimitError",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
