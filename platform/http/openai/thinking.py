@@ -39,7 +39,7 @@ async def add_marks(
     for name, field in (("open", "thinking_start_token_ids"), ("close", "thinking_end_token_ids")):
         mark = marks.get(name)
         if not isinstance(mark, str):
-            raise invalid(_FIELD, "is not available: in the model's format reasoning ends without a mark of its own")
+            raise invalid(_FIELD, "is not available: in this format reasoning ends without a mark of its own")
         setattr(params, field, tokens_of_mark(tokenizer, mark))
 
 
