@@ -1,4 +1,4 @@
-"""Token ids in and out of a real server that drafts: what is rendered, generated and derendered is the chat's answer."""
+"""Token ids in and out of a real server that drafts: what is rendered, generated and derendered is the chat."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_completions_round_trip(http):
 
 def test_a_stream_has_the_ids_of_the_whole(http):
     rendered = ask(http, "/v1/chat/completions/render", model="json", messages=QUESTION, temperature=0, max_tokens=30)
-    del rendered["stream"]
+    del rendered["stream"], rendered["stream_options"]
     want = ask(http, GENERATE, **rendered)["choices"][0]
     chunks = events(http, **rendered, stream_options={"include_usage": True})
     choices = [choice for chunk in chunks for choice in chunk["choices"]]

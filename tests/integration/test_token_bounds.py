@@ -79,8 +79,8 @@ def test_given_log_probabilities_are_those_of_the_whole_vocabulary(make_engine, 
     """The largest number of ids in a batch with requests that want others."""
     engine = make_engine(max_logprobs=VOCAB)
     ids = [(7 * index) % VOCAB for index in range(128)]
-    jobs = [(PROMPTS[0], params(temperature=0, **each)) for each in
-            ({"logprobs": VOCAB}, {"logprob_token_ids": ids}, {"logprob_token_ids": ids[:3]}, {"logprobs": 2}, {})]  # fmt: skip
+    fields = [{"logprobs": VOCAB}, {"logprob_token_ids": ids}, {"logprob_token_ids": ids[:3]}, {"logprobs": 2}, {}]
+    jobs = [(PROMPTS[0], params(temperature=0, **each)) for each in fields]
     whole, given, few, top, none = run(engine, jobs)
     assert given.token_ids == few.token_ids == top.token_ids == none.token_ids == whole.token_ids
     assert none.logprobs == []

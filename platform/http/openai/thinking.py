@@ -53,7 +53,7 @@ def tokens_of_mark(tokenizer: Any, mark: str) -> list[int]:
     if len(token_ids) != 1:
         raise invalid(
             _FIELD,
-            f"is not available: the mark {mark!r} of reasoning is no token of this model; give thinking_start_token_ids "
-            "and thinking_end_token_ids",
+            f"is not available: the mark {mark!r} of reasoning is no token of this model; give "
+            "thinking_start_token_ids and thinking_end_token_ids",
         )
     return token_ids
