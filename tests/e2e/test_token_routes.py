@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -100,3 +101,19 @@ def test_a_forced_call_comes_back_from_its_ids(tools_server, api_key, stream):
         assert call.pop("id")
     assert got["message"] == want["message"]
     assert got["finish_reason"] == want["finish_reason"] == "tool_calls"
+
+
+def test_reasoning_ends_inside_a_grammar(http):
+    """The mark is forced because the grammar allows it after any letter; then the grammar's own part follows."""
+    [end] = ask(http, "/tokenize", prompt=";", add_special_tokens=False)["tokens"]
+    form = "[a-z ]{0,60};[A-Z]{3}"
+    body = {"messages": QUESTION, "temperature": 0, "max_tokens": 80, "return_token_ids": True,
+            "structured_outputs": {"regex": form}, "thinking_token_budget": 5,
+            "thinking_end_token_ids": [end]}  # fmt: skip
+    drafted, plain = (
+        ask(http, "/v1/chat/completions", **body, speculative=speculative)["choices"][0]
+        for speculative in (None, False)
+    )
+    assert drafted == plain
+    assert drafted["token_ids"].index(end) <= 5
+    assert re.fullmatch(form, drafted["message"]["content"])
