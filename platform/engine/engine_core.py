@@ -22,6 +22,7 @@ from ..core.errors import (
     ShuttingDownError,
     invalid,
 )
+from ..core.kv_events import KVEventSource, parse_kv_events
 from ..core.memory_usage import resident_memory_bytes
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import MAX_TOKEN_IDS, check_context, check_params, check_token_ids
@@ -29,11 +30,15 @@ from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from ..core.weight_source import WeightSource
 from .adapters import EngineAdapters
+from .memory.cache_events import CacheEvents
 from .profiler import Profiler
 from .runner.pipeline import Pipeline
 from .sampling.logits_edits import EditTables, edit_state
 from .setup import build
 from .speculation_totals import SpeculationTotals
+
+if TYPE_CHECKING:
+    from .kv_publisher import KVEventPublisher
 
 _FREED = tuple(
     "scheduler adapters _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables"
@@ -47,7 +52,15 @@ class EngineCore:
 
     def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
         """Load the model and allocate the KV cache; see `setup.build` for the errors."""
-        parts = build(args, progress=progress)
+        self._kv_events = _open_publisher(args)  # before the model is loaded, which takes long
+        try:
+            parts = build(args, progress=progress)
+        except BaseException:
+            if self._kv_events is not None:
+                self._kv_events.close()
+            raise
+        if self._kv_events is not None:
+            parts.scheduler.prefix_cache.record(self._kv_events.events)
         self.info: EngineInfo = parts.info
         self.scheduler = parts.scheduler
         self._config = parts.config
@@ -100,6 +113,8 @@ class EngineCore:
             raise
         if self._executor.is_broken:  # maybe since the middle of a pass, whose results are unknown then
             raise self._executor.error()
+        if self._kv_events is not None:
+            self._kv_events.flush()
         self.learn()
         return deltas
 
@@ -141,6 +156,7 @@ class EngineCore:
             seed_key=self._random.getrandbits(64) if seed is None else _seed_key(seed),
             eos_token_ids=frozenset(request.eos_token_ids),
             lora=request.lora,
+            cache_salt=request.cache_salt,
             sharing=self._sharing(request),
             num_shared_tokens=self._num_shared(request),
             text_namespace=(_joined(request.tenant, request.cache_salt), b""),
@@ -210,6 +226,8 @@ class EngineCore:
             prefix_cache_hits=cache.num_hits,
             kv_host_hits=cache.host.num_hits * cache.block_size if cache.host is not None else 0,
             kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
+            kv_event_batches=self._kv_events.num_batches if self._kv_events is not None else 0,
+            kv_event_batches_dropped=self._kv_events.num_dropped if self._kv_events is not None else 0,
             drafters=[] if self._config.speculative is None else list(self._config.speculative.drafters),
             speculation=self._speculation.entries(),
             learning=[] if self.learner is None else self.learner.states(),
@@ -221,6 +239,7 @@ class EngineCore:
             lora_host_bytes=adapters.host_bytes,
             lora_load_failures=adapters.load_failures,
             lora_evictions={"device": adapters.device_evictions, "host": adapters.host_evictions},
+            lora_transfers=list(adapters.transfers),
             lora_rows_used=adapters.rows_used,
             lora_rows=adapters.num_rows,
         )
@@ -235,7 +254,14 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Drop the cached KV that no sequence uses; True when the cache is empty."""
-        return self.scheduler.prefix_cache.reset()
+        is_empty = self.scheduler.prefix_cache.reset()
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        return is_empty
+
+    def kv_event_sources(self) -> list[KVEventSource]:
+        """Addresses at which events of the KV cache are published; [] if they are not."""
+        return [] if self._kv_events is None else [self._kv_events.source]
 
     def release_memory(self) -> None:
         """Return the memory of KV blocks, the host's too, to the system, on a CPU; it is allocated again at its next
@@ -264,6 +290,8 @@ class EngineCore:
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
         with ExitStack() as last_first:  # all of it, even if one fails
             last_first.callback(self._free, device)
+            if self._kv_events is not None:
+                last_first.callback(self._kv_events.close)
             for part in (self._grammars, self._executor, self._adapters, self._runner, self._profiler):
                 last_first.callback(part.close)
             last_first.callback(self._pipeline.abandon)
@@ -334,6 +362,21 @@ class EngineCore:
         if learn is not None and request.tenant in learn.tenants:
             return 0  # the blocks hold the drafter's KV too, which its learnt weights have changed
         return request.num_shared_tokens
+
+
+def _open_publisher(args: EngineArgs) -> KVEventPublisher | None:
+    """Publisher of KV events; None: the options want none."""
+    config = parse_kv_events(args.kv_events_config, args.data_parallel_rank)
+    if config is None:
+        return None
+    try:
+        from .kv_publisher import KVEventPublisher
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"kv_events_config needs pyzmq and msgspec, and {error.name} is missing: pip install '.[serve]'",
+            param="kv_events_config",
+        ) from error
+    return KVEventPublisher(config, args.data_parallel_rank, CacheEvents(args.block_size), args.block_size)
 
 
 @contextmanager
