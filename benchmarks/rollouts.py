@@ -92,10 +92,13 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, n: int, *, apart: bool
     return [list(completion.token_ids) for output in outputs for completion in output.outputs], counts
 
 
-def cells(modes: dict[str, LLM], options: Any) -> Iterator[dict[str, Any]]:
-    """A row for each temperature, number of answers and mode."""
-    for temperature in options.temperatures:
-        for n in options.n:
+def cells(modes: dict[str, LLM], options: Any) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each number of answers and temperature, by mode, until the time is up."""
+    end = time.perf_counter() + options.seconds
+    for n in options.n:
+        for temperature in options.temperatures:
+            if time.perf_counter() > end:
+                return
             found: dict[str, Figures] = defaultdict(Figures)
             by_kind: dict[str, dict[str, list[int]]] = {mode: {} for mode in modes}
             for number, (kind, prompt) in enumerate(prompts_of(options.prompts)):
@@ -108,7 +111,7 @@ def cells(modes: dict[str, LLM], options: Any) -> Iterator[dict[str, Any]]:
                     texts[mode] = measure(llm, prompt, params, n, mode, found[mode], by_kind[mode], kind)
                 for mode, own in texts.items():
                     found[mode].same += sum(one == other for one, other in zip(own, texts["off"], strict=True))
-            yield from rows_of(found, by_kind, {"temperature": temperature, "n": n})
+            yield list(rows_of(found, by_kind, {"temperature": temperature, "n": n}))
 
 
 def measure(
@@ -200,15 +203,18 @@ def main() -> None:
     parser.add_argument("--temperatures", type=lambda text: [float(one) for one in text.split(",")], default=[1.0, 0.6])
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=1, help="of each kind, at most 3 (default: %(default)s)")
-    parser.add_argument("--modes", default=",".join(MODES), help="(default: %(default)s)")
+    parser.add_argument("--modes", default="off,own text,group,4 drafts", help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=300, help="no cell begins after these (default: %(default)s)")
     options = parser.parse_args()
     engines = start(options.modes.split(","), options)
+    rows: list[dict[str, Any]] = []
     try:
-        rows = list(cells(engines, options))
+        for found in cells(engines, options):
+            rows += found  # written after each cell: a measurement that is cut keeps its rows
+            write_result(options.output_json, CLAIM, "SmolLM2-135M", {"settings": settings_of(options), "rows": rows})
     finally:
         for llm in engines.values():
             llm.shutdown()
-    write_result(options.output_json, CLAIM, "SmolLM2-135M", {"settings": settings_of(options), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ longer contexts to shorter ones:
 
     p_n(w) = (count_n(w) + p_m(w)) / (count_n + 1)        m: the next shorter context, p_0 = 0
 
-The most likely token is drafted, then the one after it. A table grows with each token of a running answer, so those
+The most frequent token after the longest known context is drafted, then the one after it. A table grows with each token of a running answer, so those
 behind learn from those ahead. Drafts are certain, and depend on a request's own tokens and on earlier steps of others,
 which are drawn with other noise: verification keeps the distribution of each answer.
 """
@@ -24,12 +24,15 @@ from ...platform.core.request import Request, Status
 from ...platform.core.speculative_config import SpeculativeConfig
 from .base import DraftRow
 
-CONTEXTS = (1, 2, 3, 4, 6, 9)
-"""Numbers of tokens of the contexts that are counted."""
-LEAST_SURVIVAL = 0.1
-"""Drafts end before the chance that all of them are right falls below this, as in `suffix`."""
+CONTEXTS = (1, 2, 4, 8)
+"""Numbers of tokens of the contexts that are counted. Those of 3, 6 and 9 added 1% to the tokens of a step."""
+BACK_OFF = 2.0
+"""Weight of the next shorter context, as a number of tokens that followed: with 32 answers of SmolLM2-135M at
+temperature 1 drafts of a chance of 0.42 were right in 0.22, those of 0.87 in 0.72, and with 1.0 less often."""
+LEAST_SURVIVAL = 0.2
+"""Drafts end before the chance that all of them are right falls below this."""
 STEP_TOKENS = 64
-"""Most tokens of a request that a step adds, at some 5 microseconds each: more are waiting after steps that drafted
+"""Most tokens of a request that a step adds, at some 3 microseconds each: more are waiting after steps that drafted
 nothing."""
 IDLE_STEPS = 256
 """Steps after which the group of a request is dropped if none of its answers ran: some may wait until others end."""
@@ -94,7 +97,7 @@ class AnswerTable:
         Returns:
             (tokens, chance of each if those before it are right).
         """
-        context = list(tokens[-CONTEXTS[-1] :])
+        context = tuple(tokens[-CONTEXTS[-1] :])
         found: list[int] = []
         chances: list[float] = []
         survival = 1.0
@@ -105,31 +108,29 @@ class AnswerTable:
                 break
             found.append(token)
             chances.append(chance)
-            context.append(token)
+            context = (*context[-CONTEXTS[-1] + 1 :], token)
         return found, chances
 
-    def _most_likely(self, context: list[int]) -> tuple[int, float]:
-        """(next token, its chance); a chance of 0 if the last token is not known. Candidates are the most frequent
-        tokens of each context."""
+    def _most_likely(self, context: tuple[int, ...]) -> tuple[int, float]:
+        """(most frequent token after the longest context that is known, its chance); a chance of 0 if none is known."""
         entries: list[int | dict[int, int]] = []
         for length in CONTEXTS:
-            entry = self._next.get(tuple(context[-length:])) if length <= len(context) else None
+            entry = self._next.get(context[-length:]) if length <= len(context) else None
             if entry is None:
                 break  # nor is a longer one known
             entries.append(entry)
-        best, highest = -1, 0.0
-        for token in {entry & _TOKEN if isinstance(entry, int) else entry[_BEST] for entry in entries}:
-            chance = 0.0
-            for entry in entries:
-                if isinstance(entry, int):
-                    total = entry >> 32
-                    count = total if entry & _TOKEN == token else 0
-                else:
-                    total, count = entry[_TOTAL], entry.get(token, 0)
-                chance = (count + chance) / (total + 1.0)
-            if chance > highest:
-                best, highest = token, chance
-        return best, highest
+        if not entries:
+            return -1, 0.0
+        longest, chance = entries[-1], 0.0
+        token = longest & _TOKEN if isinstance(longest, int) else longest[_BEST]
+        for entry in entries:
+            if isinstance(entry, int):
+                total = entry >> 32
+                count = total if entry & _TOKEN == token else 0
+            else:
+                total, count = entry[_TOTAL], entry.get(token, 0)
+            chance = (count + BACK_OFF * chance) / (total + BACK_OFF)
+        return token, chance
 
 
 class _Member:

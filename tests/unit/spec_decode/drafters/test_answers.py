@@ -10,8 +10,16 @@ import pytest
 from outrider.platform.core.request import Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.platform.core.speculative_config import parse_speculative
-from outrider.spec_decode.drafters.answers import CONTEXTS, IDLE_STEPS, STEP_TOKENS, AnswerGroups, AnswerTable
-from outrider.spec_decode.drafters.answers import make_groups
+from outrider.spec_decode.drafters.answers import (
+    BACK_OFF,
+    CONTEXTS,
+    IDLE_STEPS,
+    LEAST_SURVIVAL,
+    STEP_TOKENS,
+    AnswerGroups,
+    AnswerTable,
+    make_groups,
+)
 from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
 from outrider.spec_decode.drafters.ngram import NgramDrafter
 
@@ -56,24 +64,25 @@ def finish(drafter: NgramDrafter, *requests: Request) -> None:
 
 
 def reference(texts: list[list[int]], context: list[int]) -> dict[int, float]:
-    """Chance of each next token by the formula of the module, with counts of every position."""
+    """Chance of each of the most frequent next tokens after the longest known context, by the formula of the module;
+    every position is counted."""
     counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for text in texts:
         for length in CONTEXTS:
             for at in range(length, len(text)):
                 counts[tuple(text[at - length : at])][text[at]] += 1
     known = [c for length in CONTEXTS if length <= len(context) and (c := counts.get(tuple(context[-length:])))]
-    tokens = {token for c in known for token, count in c.items() if count == max(c.values())}
+    tokens = {token for token, count in known[-1].items() if count == max(known[-1].values())} if known else {}
     chances = dict.fromkeys(tokens, 0.0)
     for token in tokens:
         for c in known:
-            chances[token] = (c[token] + chances[token]) / (c.total() + 1.0)
+            chances[token] = (c[token] + BACK_OFF * chances[token]) / (c.total() + BACK_OFF)
     return chances
 
 
 @pytest.mark.parametrize("vocab", [2, 4, 30])
 def test_the_next_token_is_the_likeliest_of_plain_counts(vocab):
-    rng = random.Random(vocab)
+    rng, num_compared = random.Random(vocab), 0
     for _ in range(30):
         texts = [[rng.randrange(vocab) for _ in range(rng.randint(2, 40))] for _ in range(rng.randint(1, 5))]
         table = AnswerTable()
@@ -84,15 +93,12 @@ def test_the_next_token_is_the_likeliest_of_plain_counts(vocab):
             context = [rng.randrange(vocab) for _ in range(rng.randint(1, 12))]
             wanted = reference(texts, context)
             found, chances = table.continuation(context, 1)
-            if not wanted or max(wanted.values()) < 0.1:
-                assert found == []
-                continue
-            # Of equally frequent tokens of a context one is a candidate.
-            assert chances[0] <= max(wanted.values()) + 1e-9
-            assert chances[0] == pytest.approx(wanted[found[0]])
-            single = [token for token, chance in wanted.items() if chance == max(wanted.values())]
-            if vocab == 30 and len(wanted) == 1:
-                assert found == single
+            if found:
+                assert chances[0] == pytest.approx(wanted[found[0]])
+                num_compared += 1
+            else:
+                assert min(wanted.values(), default=0.0) < LEAST_SURVIVAL
+    assert num_compared > 100
 
 
 def test_more_answers_that_agree_make_a_draft_likelier_and_more_drafts():
@@ -281,7 +287,7 @@ def test_drafts_have_a_confidence_and_the_length_of_a_match_with_the_same_odds()
         drafts = proposal.drafts
         assert list(drafts.token_ids) == TEXT[:4]
         assert len(drafts.confidence) == (4 if is_rated else 0)
-    assert drafts.match_length >= 9
+    assert drafts.match_length >= 4
 
 
 def test_options():
