@@ -167,6 +167,25 @@ def rows_of(found: dict[str, Figures], by_kind: dict[str, Any], cell: dict[str, 
         yield row
 
 
+def tabulated(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The table of the page: a line for each temperature and mode, a column for each number of answers."""
+    sizes = sorted({row["n"] for row in rows})
+    found = {(row["temperature"], row["mode"], row["n"]): row for row in rows}
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        return f"{row['speedup_by_processor_time']:.2f} ({1.0 + row.get('accepted_per_step', 0.0):.2f})"
+
+    lines = [
+        [f"temperature {temperature:g}, {mode}", *(cell(found.get((temperature, mode, n))) for n in sizes)]
+        for temperature in sorted({row["temperature"] for row in rows}, reverse=True)
+        for mode in MODES
+        if mode != "off" and any((temperature, mode, n) in found for n in sizes)
+    ]
+    return {"head": ["", f"{sizes[0]} answers", *map(str, sizes[1:])], "rows": lines}
+
+
 def prompts_of(count: int) -> list[tuple[str, str]]:
     """(kind, prompt), the first `count` of each kind."""
     return [(kind, prompt) for kind, prompts in PROMPTS.items() for prompt in prompts[:count]]
@@ -211,7 +230,8 @@ def main() -> None:
     try:
         for found in cells(engines, options):
             rows += found  # written after each cell: a measurement that is cut keeps its rows
-            write_result(options.output_json, CLAIM, "SmolLM2-135M", {"settings": settings_of(options), "rows": rows})
+            values = {"settings": settings_of(options), "rows": rows, "table": tabulated(rows)}
+            write_result(options.output_json, CLAIM, "rollouts", values)
     finally:
         for llm in engines.values():
             llm.shutdown()

@@ -18,7 +18,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
 
 from ...platform.core.request import Request, Status
 from ...platform.core.speculative_config import SpeculativeConfig
