@@ -7,9 +7,9 @@ longer contexts to shorter ones:
 
     p_n(w) = (count_n(w) + p_m(w)) / (count_n + 1)        m: the next shorter context, p_0 = 0
 
-The most frequent token after the longest known context is drafted, then the one after it. A table grows with each token of a running answer, so those
-behind learn from those ahead. Drafts are certain, and depend on a request's own tokens and on earlier steps of others,
-which are drawn with other noise: verification keeps the distribution of each answer.
+The most frequent token after the longest known context is drafted, then the one after it. A table grows with each token
+of a running answer, so those behind learn from those ahead. Drafts are certain, and depend on a request's own tokens and
+on earlier steps of others, which are drawn with other noise: verification keeps the distribution of each answer.
 """
 
 from __future__ import annotations
