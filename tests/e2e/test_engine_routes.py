@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 import zmq
+from safetensors.torch import load_file, save_file
 
 from outrider.models.demo import demo_model_path
 
