@@ -45,11 +45,13 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position, of the raw logits."""
 
     token_ids: list[int]
-    """The token itself first, then the top ones, most likely first."""
+    """The token itself first, then the top ones, most likely first, or those of `logprob_token_ids`."""
     logprobs: list[float]
     """Aligned with `token_ids`."""
     rank: int
     """Rank of the token itself; 1 is the most likely."""
+    ranks: list[int] | None = None
+    """Ranks of the other tokens; None: these are the most likely ones, in their order."""
 
 
 @dataclass(slots=True)
@@ -232,9 +234,9 @@ class TokenDelta:
     prompt_logprobs: PromptTable | None = None
     """Whole prompt, once, with the first delta."""
     finish_reason: str | None = None
-    """"stop", "length" or "abort"."""
-    stop_reason: int | None = None
-    """The stop token id that ended it (None for end-of-sequence)."""
+    """"stop", "length", "repetition" or "abort"."""
+    stop_reason: int | str | None = None
+    """The stop token id that ended it (None for end-of-sequence), or "repetition_detected"."""
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""

@@ -179,6 +179,8 @@ class Request:
     """State of its logits edits; opaque here."""
     grammar: Any = None
     """Position in the grammar of `params.structured_outputs`, set at admission; opaque here."""
+    repetition: Any = None
+    """Detection of a repeated end of its output, if it is asked for; opaque here."""
     prompt_logprobs: PromptTable | None = None
     """Collected while the prompt is computed in chunks."""
     pooled: Any = None
