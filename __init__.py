@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .platform.core.config import EngineArgs as AsyncEngineArgs
     from .platform.core.errors import (
         AdapterError,
+        AdapterReplacedError,
         AdapterSourceError,
         AsleepError,
         AuthenticationError,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         ShuttingDownError,
         UnsupportedModelError,
     )
-    from .platform.core.lora_request import LoRAMix, LoRARequest
+    from .platform.core.lora_request import LoRAMix, LoRARequest, TensorLoRARequest
     from .platform.core.messages import AdapterInfo, EngineInfo, EngineStats
     from .platform.core.outputs import CompletionOutput, RequestOutput
     from .platform.core.pooling import (
@@ -65,11 +66,11 @@ _NAMES_OF = {
     ".platform.core.beam_search": "BeamSearchParams",
     ".platform.core.config": "EngineArgs",
     ".platform.core.errors": """
-        AdapterError AdapterSourceError AsleepError AuthenticationError ConstraintCheckError EngineDeadError
-        InvalidRequestError InvalidUserInputError NotFoundError OutriderError OverloadedError PermissionDeniedError
-        PromptTooLongError RateLimitError ShuttingDownError UnsupportedModelError
+        AdapterError AdapterReplacedError AdapterSourceError AsleepError AuthenticationError ConstraintCheckError
+        EngineDeadError InvalidRequestError InvalidUserInputError NotFoundError OutriderError OverloadedError
+        PermissionDeniedError PromptTooLongError RateLimitError ShuttingDownError UnsupportedModelError
     """,
-    ".platform.core.lora_request": "LoRAMix LoRARequest",
+    ".platform.core.lora_request": "LoRAMix LoRARequest TensorLoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
     ".platform.core.outputs": "CompletionOutput RequestOutput",
     ".platform.core.pooling": """
@@ -87,6 +88,7 @@ __all__ = [
     "LLM",
     "AdapterError",
     "AdapterInfo",
+    "AdapterReplacedError",
     "AdapterSourceError",
     "AsleepError",
     "AsyncEngineArgs",
@@ -122,6 +124,7 @@ __all__ = [
     "ScoringRequestOutput",
     "ShuttingDownError",
     "StructuredOutputsParams",
+    "TensorLoRARequest",
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedModelError",
