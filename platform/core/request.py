@@ -122,6 +122,7 @@ class Request:
     lora: LoRA | None = None
     adapter: Any = None
     """The adapter's handle while admitted; opaque here. It belongs to the adapter manager."""
+    cache_salt: str = ""
     sharing: bytes | None = None
     """Key of the requests that may share its KV (tenant, salt); None: no other request."""
     namespace: bytes | None = None
