@@ -186,3 +186,20 @@ def test_nothing_is_forgotten_when_the_process_dies_in_a_reload(model_path: str,
         assert [info.name for info in await llm.adapters.list()] == names
 
     run(make(model_path), scenario)
+
+
+def test_a_request_accepted_before_a_load_in_place_runs_on_the_new_version(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await llm.adapters.load(LoRARequest("sql", path="/old"))
+        accepted = llm.adapters.requests["sql"]
+        await llm.adapters.load(LoRARequest("sql", path="/new"), load_inplace=True)
+        for lora, path in ((accepted, "/new"), (LoRARequest("sql", path="/old"), "/old")):
+            prepared = await llm.prepare([5], lora_request=lora)
+            (sequence,) = await llm.requests.sequences(prepared, "x")
+            assert isinstance(sequence.lora, LoRARequest)
+            assert (sequence.lora.path, sequence.lora.loaded) == (path, path == "/new")
+        await llm.adapters.unload("sql")
+        with pytest.raises(NotFoundError, match="unloaded"):
+            await llm.requests.sequences(await llm.prepare([5], lora_request=accepted), "x")
+
+    run(make(model_path), scenario)
