@@ -158,7 +158,8 @@ def test_loads_of_a_reload_are_in_flight_together() -> None:
         async def localize(request: LoRARequest, *, again: bool = False) -> LoRARequest:
             return request
 
-        sources = SimpleNamespace(folders_of=lambda name: (), restrict=lambda name, needed=(): None)
+        memory = SimpleNamespace(find=lambda name, path: None)
+        sources = SimpleNamespace(folders_of=lambda name: (), restrict=lambda name, needed=(): None, memory=memory)
         adapters = LoadedAdapters(start, call, localize, sources)  # type: ignore[arg-type]
         adapters.adopt([*map(info, ["l0", "l1"]), info("n0", ""), info("n1", ""), *map(info, ["l2", "l3", "l4"])])
         await adapters.reload_after_restart(call)
