@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from .platform.core.repetition import RepetitionDetectionParams
     from .platform.core.sampling_params import RequestOutputKind, SamplingParams
     from .platform.core.structured_outputs import StructuredOutputsParams
 
@@ -75,6 +76,7 @@ _NAMES_OF = {
     ".platform.core.pooling": """
         ClassificationRequestOutput EmbeddingRequestOutput PoolingParams PoolingRequestOutput ScoringRequestOutput
     """,
+    ".platform.core.repetition": "RepetitionDetectionParams",
     ".platform.core.sampling_params": "RequestOutputKind SamplingParams",
     ".platform.core.structured_outputs": "StructuredOutputsParams",
 }
@@ -115,6 +117,7 @@ __all__ = [
     "PoolingRequestOutput",
     "PromptTooLongError",
     "RateLimitError",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -236,6 +236,7 @@ class Catalog:
             text = "adapter %r is served without its %d tensors of a vision tower, such as %r"
             logger.warning(text, version.name, len(left_out), left_out[0])
         self._registry.take_content(version, adapter)
+        self._residency.counts.loaded(version.label, "host")
 
     # --- unloads ---
 
@@ -392,4 +393,5 @@ class Catalog:
             load_failures=registry.num_failures,
             device_evictions=residency.num_device_evictions,
             host_evictions=residency.num_host_evictions,
+            transfers=residency.counts.entries(),
         )
