@@ -16,7 +16,10 @@ from schemathesis import GenerationMode
 
 MAX_EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "3"))
 KEY = "operator"
-GUARDED = ("/v1", "/admin", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache")
+GUARDED = (
+    *("/v1", "/admin", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"),
+    "/server_info",
+)
 
 
 @pytest.fixture(scope="module")
