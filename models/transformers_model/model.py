@@ -229,6 +229,13 @@ class TransformersModel:
         """See LanguageModel."""
         return dict(self._slots)
 
+    def weight_parts(self) -> list[Any]:
+        """See LanguageModel."""
+        return [self]
+
+    def weights_changed(self) -> None:
+        """See LanguageModel. Nothing is kept."""
+
     def by_slot(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Stored tensors by the names of slots, without those that follow from others or from the config."""
         tied = {LM_HEAD} if self.config.tie_word_embeddings else set()

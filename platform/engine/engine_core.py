@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
@@ -27,6 +27,7 @@ from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, Engine
 from ..core.model_limits import MAX_TOKEN_IDS, check_context, check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
+from ..core.weight_source import WeightSource
 from .adapters import EngineAdapters
 from .profiler import Profiler
 from .runner.pipeline import Pipeline
@@ -36,7 +37,7 @@ from .speculation_totals import SpeculationTotals
 
 _FREED = tuple(
     "scheduler adapters _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables"
-    " learner".split()
+    " learner _weights".split()
 )
 """Attributes that hold the engine's memory, which `shutdown` drops."""
 
@@ -65,6 +66,8 @@ class EngineCore:
         self.adapters = EngineAdapters(parts.adapters.catalog, parts.scheduler)
         """Loads, unloads and pins adapters; see `core.adapter_verbs`."""
         self._pipeline = Pipeline(parts.scheduler, parts.runner, self._wait)
+        self._pause = parts.pause
+        self._weights = parts.weights
         self._speculation = SpeculationTotals()
         self._profiler = Profiler()
         self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
@@ -79,13 +82,18 @@ class EngineCore:
         With `async_scheduling` the next step is in flight when this returns.
 
         Raises:
-            EngineDeadError: another rank is gone; every further step raises it too.
+            EngineDeadError: another rank is gone, or the weights are not whole; every further step raises it too.
         """
+        if self._weights.failure is not None:
+            raise self._weights.failure
         if self._executor.is_broken:
             raise self._executor.error()
+        if self._pause.is_frozen:
+            return self._pipeline.flush()
         try:
             with _collector_paused():
                 deltas = self._pipeline.step()
+                self._pause.observe(self.scheduler, self._pipeline)
         except Exception as error:
             if self._executor.is_broken:
                 raise self._executor.error() from error
@@ -102,7 +110,7 @@ class EngineCore:
         Returns:
             Seconds until the next slice may start; None: there is nothing to train now.
         """
-        if self.learner is None or not self._learns or self.scheduler.num_waiting:
+        if self.learner is None or not self._learns or self._pause.is_on or self.scheduler.num_waiting:
             return None
         if self.scheduler.num_running > self.learner.max_running:
             return None
@@ -110,7 +118,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True if `step` would do work or raise."""
-        return self.scheduler.has_work() or not self._pipeline.is_idle or self._executor.is_broken
+        has_rows = self.scheduler.has_ended if self._pause.is_frozen else self.scheduler.has_work()
+        has_failed = self._executor.is_broken or self._weights.failure is not None
+        return has_rows or has_failed or not self._pipeline.is_idle
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -151,6 +161,38 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort these sequences; unknown ids are ignored and no delta follows."""
         self.scheduler.abort(request_ids)
+
+    def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Pause: see `engine.pause` for the modes. `clear_cache`: drop all KV, and preempt sequences that are kept. In
+        the mode "wait" steps go on until `has_work` is False.
+
+        Raises:
+            InvalidRequestError: there is no such mode.
+        """
+        self._pause.begin(mode, self.scheduler, self._pipeline, drops_kv=clear_cache)
+
+    def resume(self) -> None:
+        """End the pause, if there is one."""
+        self._pause.end()
+
+    def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
+        """Replace weights of the target, or with `draft` of the drafter. Cached KV of the
+        old weights is found by no request any more, but sequences that are kept go on with it.
+
+        Returns:
+            False if the target keeps some of its weights.
+
+        Raises:
+            InvalidRequestError, NotFoundError: see `Weights.update`; nothing has changed.
+            InvalidUserInputError: sequences run: the engine must be paused; or see `Weights.update`.
+        """
+        self._pipeline.settle()
+        if not self._pause.is_frozen and (self.scheduler.num_running or self.scheduler.num_waiting):
+            raise InvalidUserInputError("requests are running: pause generation before the weights change")
+        is_whole = self._weights.update(sources, draft=draft)
+        if not draft:
+            self.reset_prefix_cache()
+        return is_whole
 
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""

@@ -16,7 +16,7 @@ from ..core.errors import AuthenticationError, NotFoundError, OutriderError
 from ..core.logs import current_request_id
 from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
-from . import engine_routes
+from . import engine_routes, weight_routes
 from .adapters import adapter_routes
 from .anthropic import messages_routes
 from .anthropic.errors import is_anthropic
@@ -60,7 +60,7 @@ def create_app(
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
     apis = (chat, completions, responses, embeddings, messages_routes, tokenize, file_routes, batch_routes)
-    for module in (*apis, model_routes, adapter_routes, engine_routes, health, server_info, console_routes):
+    for module in (*apis, model_routes, adapter_routes, engine_routes, weight_routes, server_info, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)

@@ -1,5 +1,6 @@
-"""`/sleep`, `/wake_up` and `/reset_prefix_cache` of a real server: the text is the same before and after."""
+"""`/pause`, `/sleep` and `/reset_prefix_cache` of a real server: the text is the same before and after."""
 
+import json
 import threading
 
 import pytest
@@ -66,9 +67,70 @@ def test_operators_alone(http):
         ("POST", "/wake_up"),
         ("GET", "/is_sleeping"),
         ("POST", "/reset_prefix_cache"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("GET", "/is_paused"),
     ):
         assert http.request(method, path).status_code == 403
     assert http.post("/sleep", headers=ADMIN | {"Origin": "https://example.com"}).status_code == 403
     wrong = http.post("/sleep?level=3", headers=ADMIN)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "level")
+    wrong = http.post("/pause?mode=stop", headers=ADMIN)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "mode")
+    wrong = http.post("/pause", json={"mode": "stop"}, headers=ADMIN)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "mode")
     assert http.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": False}
+
+
+def stream(http, finished):
+    """The lines of an endless answer, and the thread that reads them."""
+    body = {"model": "sql", "prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
+    first = threading.Event()
+
+    def read():
+        with http.stream("POST", "/v1/completions", json=body) as running:
+            for line in running.iter_lines():
+                finished.append(line)
+                first.set()
+        first.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert first.wait(60)
+    return reader
+
+
+def text_of(lines):
+    pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(piece["choices"][0]["text"] for piece in pieces if piece["choices"])
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "reason"),
+    [
+        ("?mode=keep&clear_cache=false", None, "length"),
+        ("", {"mode": "keep"}, "length"),
+        ("?mode=wait", None, "length"),
+        ("", None, "abort"),
+    ],
+)
+def test_pause(http, query, body, reason):
+    whole, lines, later = [], [], []
+    stream(http, whole).join()
+    reader = stream(http, lines)
+    paused = http.post(f"/pause{query}", json=body, headers=ADMIN)
+    assert (paused.status_code, paused.json()) == (200, {"status": "paused"})
+    assert http.get("/is_paused", headers=ADMIN).json() == {"is_paused": True}
+    assert (http.get("/health").status_code, http.get("/health").json()["status"]) == (200, "paused")
+    asking = threading.Thread(target=lambda: later.append(chat(http)[0]))
+    asking.start()
+    asking.join(0.2)
+    assert later == []
+    assert http.post("/resume", headers=ADMIN).json() == {"status": "resumed"}
+    reader.join()
+    asking.join()
+    assert len(later) == 1
+    assert f'"finish_reason":"{reason}"' in "".join(lines)
+    assert text_of(whole).startswith(text_of(lines))
+    assert (text_of(whole) == text_of(lines)) == (reason == "length")
+    assert http.get("/is_paused", headers=ADMIN).json() == {"is_paused": False}

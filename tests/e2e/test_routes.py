@@ -49,7 +49,8 @@ ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_l
 FILE_ROUTES = ("/v1/files", "/v1/batches")
 """Routes of files and batches, whose lines go to the routes above; test_batches.py has them."""
 CONTROL = (
-    *("/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health"),
+    *("/pause", "/resume", "/update_weights", "/start_weight_update", "/start_draft_weight_update"),
+    *("/finish_weight_update", "/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health"),
     *(*ADAPTER_ROUTES, *FILE_ROUTES),
 )
 """Prefixes of routes that change the server, and know no model."""

@@ -26,6 +26,7 @@ from ...core.config import EngineArgs
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
 from ...core.logs import LogFormat
 from ...core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ...core.weight_source import WeightSource
 from ...core.wire import pack
 
 
@@ -131,6 +132,20 @@ class _StartProfile(msgspec.Struct):
     prefix: str
 
 
+class _Pause(msgspec.Struct):
+    """Arguments of `pause`."""
+
+    mode: str
+    clear_cache: bool
+
+
+class _UpdateWeights(msgspec.Struct):
+    """Arguments of `update_weights`."""
+
+    sources: list[WeightSource]
+    draft: bool
+
+
 class _NoArguments(msgspec.Struct):
     """Arguments of a verb without any."""
 
@@ -140,6 +155,9 @@ VERBS: dict[str, Verb] = {
     "stats": Verb(_NoArguments, EngineStats),
     "start_profile": Verb(_StartProfile, None),
     "stop_profile": Verb(_NoArguments, str),
+    "pause": Verb(_Pause, None),
+    "update_weights": Verb(_UpdateWeights, bool),
+    "resume": Verb(_NoArguments, None),
     "has_work": Verb(_NoArguments, bool),
     "check_integrity": Verb(_NoArguments, None),
     "reset_prefix_cache": Verb(_NoArguments, bool),

@@ -262,7 +262,7 @@ class ModelRegistry:
     async def refresh(self) -> None:
         """Update the facts on the cards."""
         self._in_directories = await self._llm.sources.in_directories()
-        if self._llm.state != "ready":
+        if self._llm.state not in ("ready", "paused"):
             return
         for name in self._found.keys() - self._in_directories.keys():
             with contextlib.suppress(OutriderError):

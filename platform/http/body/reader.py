@@ -49,6 +49,11 @@ def documented(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+def has_body(request: Request) -> bool:
+    """True when the request brings a body, for routes that can do without."""
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
 async def read_body(request: Request, model: type[ModelT]) -> ModelT:
     """The request's body as `model`; `read_waiting_body` for one that may have to wait."""
     with contextlib.closing(serving_of(request).bodies.body()) as held:
