@@ -27,6 +27,8 @@ def _merge(source: Any, target: Any, seen: set[int]) -> Any:
     """The value to hold in the place of `target`: itself, unless it cannot be changed."""
     if source is None or source is target or id(source) in seen:
         return target
+    if target is None:
+        return source
     if isinstance(source, Tensor):
         return _merge_tensor(source, target)
     if isinstance(source, float):
@@ -43,6 +45,8 @@ def _merge(source: Any, target: Any, seen: set[int]) -> Any:
             target[key] = _merge(value, target[key], seen)
         return target
     if isinstance(source, nn.Module) or _holds_weights(source):
+        if type(source).__qualname__ != type(target).__qualname__:
+            return source
         seen.add(id(source))
         for name, value in _attributes(source):
             old = getattr(target, name)
@@ -57,8 +61,12 @@ def _merge_tensor(source: Tensor, target: Any) -> Tensor:
         isinstance(target, Tensor)
         and (source.shape, source.dtype, source.device) == (target.shape, target.dtype, target.device)
         and not source.is_mkldnn
-        and 0 not in [step for step, size in zip(target.stride(), target.shape, strict=True) if size > 1]
     )
+    if is_like and source.stride() == target.stride():
+        # Of elements that share memory the first one stands for all.
+        index = tuple(slice(None if step else 1) for step in target.stride())
+        target[index].copy_(source[index])
+        return target
     if is_like:
         target.copy_(source)
         return target

@@ -264,8 +264,8 @@ def stored_tensors(
     partial: bool = False,
 ) -> dict[str, StoredTensor]:
     """Tensors of all slots in the order of the files, for the model of `config`, of which `model` may be a share. The
-    headers of all files are checked first. `slots` is mutated when the files have other names than usual. With `partial`
-    tensors may be missing.
+    headers of all files are checked first. `slots` is mutated when the files have other names than usual. With
+    `partial` tensors may be missing.
 
     Raises:
         NotFoundError: a file is missing.

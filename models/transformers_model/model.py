@@ -33,6 +33,7 @@ from .layers import (
     TokenEmbedding,
     outer_model,
     parameter_slot,
+    use_norm_kernel,
 )
 from .names import CheckpointNames
 from .paged_attention import NoRotation, PagedLayer, PassState
@@ -234,7 +235,10 @@ class TransformersModel:
         return [self]
 
     def weights_changed(self) -> None:
-        """See LanguageModel. Nothing is kept."""
+        """See LanguageModel: norms keep theirs in the form that the kernel reads."""
+        for module in self._outer.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                use_norm_kernel(with_hooks(module))
 
     def by_slot(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Stored tensors by the names of slots, without those that follow from others or from the config."""

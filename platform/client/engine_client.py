@@ -15,8 +15,8 @@ Level 1 of sleep returns the memory of the KV cache to the system and drops its 
 the engine, with its weights, KV cache and adapters; `wake_up` starts it again and loads them. On a GPU level 1 is
 level 2: captured graphs hold the addresses of the KV cache.
 
-A pause (`platform.engine.pause`) outlasts a sleep and a restart of the engine process. An engine with requests that wait
-for the resume cannot sleep.
+A pause (`platform.engine.pause`) outlasts a sleep and a restart of the engine process, and so do new weights. An
+engine with requests that wait for the resume cannot sleep.
 """
 
 from __future__ import annotations

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...lora.manager import AdapterManager
 from ...models.checkpoint.loader import ModelOptions
 from ...models.checkpoint.paths import resolve_model_path
+from ...models.checkpoint.weight_files import misfits
 from ...models.checkpoint.weight_update import PARAM, WeightUpdate
+from ...models.config import DecoderConfig
 from ...models.model import LanguageModel
 from ...models.weight_copy import copy_weights
 from ...spec_decode.drafters.base import Drafter
@@ -80,7 +82,12 @@ class Weights:
             raise self.failure from error
 
     def _update_target(self, sources: Sequence[WeightSource]) -> bool:
-        parts = self._parts
+        parts, served = self._parts, self._parts.model.config
+        if parts.model.device.type == "cuda" and not (isinstance(served, DecoderConfig) and served.varied is None):
+            raise InvalidRequestError(
+                f"the weights of {served.architecture} are replaced on a CPU alone: captured graphs hold some of them",
+                param=PARAM,
+            )
         largest = _WIDEST * parts.model.num_parameters + _HEADER_BYTES
         found = WeightUpdate(
             parts.model,
@@ -112,6 +119,8 @@ class Weights:
         try:
             with _as_folder(Path(sources[0].locate(largest)), old) as folder:
                 fresh = parts.make_drafter(replace(config, model=str(folder), revision=None))
+                for new, other in zip(fresh.weights, held, strict=True):
+                    _check_shapes(new, other)
                 with self._replacing():
                     for new, other in zip(fresh.weights, held, strict=True):
                         copy_weights(new, other)
@@ -120,6 +129,13 @@ class Weights:
         except OutriderError as error:
             raise error_from_info(replace(error.info(), param=PARAM)) from error
         return True
+
+
+def _check_shapes(new: Any, held: Any) -> None:
+    """Refuse weights of a drafter that has other tensors than the one in use."""
+    shapes = {name: slot.shape for name, slot in new.weight_slots().items()}
+    if problems := misfits(held.weight_slots(), shapes):
+        raise invalid(PARAM, f"is of another drafter than the one in use; {problems}")
 
 
 @contextmanager

@@ -1,9 +1,14 @@
-"""`/pause`, `/sleep` and `/reset_prefix_cache` of a real server: the text is the same before and after."""
+"""`/pause`, `/sleep`, `/update_weights` and `/reset_prefix_cache` of a real server."""
 
 import json
+import shutil
 import threading
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider.models.demo import demo_model_path
 
 KEY = "operator"
 ADMIN = {"Authorization": f"Bearer {KEY}"}
@@ -70,6 +75,12 @@ def test_operators_alone(http):
         ("POST", "/pause"),
         ("POST", "/resume"),
         ("GET", "/is_paused"),
+        ("GET", "/weight_info"),
+        ("POST", "/update_weights"),
+        ("POST", "/start_weight_update"),
+        ("POST", "/start_draft_weight_update"),
+        ("POST", "/finish_weight_update"),
+        ("POST", "/update_weights_from_disk"),
     ):
         assert http.request(method, path).status_code == 403
     assert http.post("/sleep", headers=ADMIN | {"Origin": "https://example.com"}).status_code == 403
@@ -134,3 +145,72 @@ def test_pause(http, query, body, reason):
     assert text_of(whole).startswith(text_of(lines))
     assert (text_of(whole) == text_of(lines)) == (reason == "length")
     assert http.get("/is_paused", headers=ADMIN).json() == {"is_paused": False}
+
+
+@pytest.fixture(scope="module")
+def new_weights(tmp_path_factory):
+    """The demo's checkpoint with a norm of half the size."""
+    folder = shutil.copytree(demo_model_path(), tmp_path_factory.mktemp("weights") / "new")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * torch.linspace(
+        0.2, 1.5, len(tensors["model.norm.weight"])
+    )
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def post(http, path, body=None, status=200):
+    answer = http.post(path, json=body, headers=ADMIN)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_new_weights(http, new_weights):
+    before, old = chat(http)[0], {"path": str(demo_model_path())}
+    lines = []
+    reader = stream(http, lines)
+    error = post(http, "/update_weights", {"path": str(new_weights)}, 400)["error"]
+    assert (error["type"], "pause" in error["message"]) == ("InvalidUserInput", True)
+    post(http, "/pause", {"mode": "keep"})
+    update = {"update_info": {"weights_path": str(new_weights)}, "weight_version": "7"}
+    assert post(http, "/update_weights", update) == {"message": "Weights updated"}
+    post(http, "/resume")
+    reader.join()
+    assert '"finish_reason":"length"' in "".join(lines)
+    assert http.get("/weight_info", headers=ADMIN).json() == {"weight_version": "7"}
+    after = chat(http)[0]
+    assert after != before
+    http.server.engine().kill()  # the next one reads the new files
+    http.server.wait_for(lambda: http.get("/health").status_code == 503)
+    http.server.wait_for(lambda: http.get("/health").status_code == 200)
+    assert chat(http)[0] == after
+    post(http, "/start_weight_update")
+    assert "has been started" in post(http, "/start_draft_weight_update", status=400)["error"]["message"]
+    assert post(http, "/update_weights", old) == {"message": "Weights received"}
+    assert chat(http)[0] == after
+    assert post(http, "/finish_weight_update", {"weight_version": "8"})["weight_version"] == "8"
+    assert chat(http)[0] == before
+    assert post(http, "/update_weights_from_disk", {"model_path": str(new_weights)})["success"]
+    assert chat(http)[0] == after
+    assert post(http, "/update_weights_from_disk", {"model_path": old["path"], "abort_all_requests": True})["success"]
+    assert chat(http)[0] == before
+    assert http.get("/is_paused", headers=ADMIN).json() == {"is_paused": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/update_weights", {}, "path"),
+        ("/update_weights", {"path": "/a", "shared_memory": "b"}, "path"),
+        ("/update_weights", {"path": "/a", "weights_path": "/a"}, "weights_path"),
+        ("/update_weights", {"shared_memory": "../etc/passwd"}, "shared_memory"),
+        ("/update_weights", {"shared_memory": ".hidden"}, "shared_memory"),
+        ("/update_weights", {"shared_memory": "n" * 256}, "shared_memory"),
+        ("/update_weights", {"path": "/" + "p" * 4096}, "path"),
+        ("/update_weights", {"path": "/a", "weight_version": "v" * 257}, "weight_version"),
+        ("/finish_weight_update", None, None),
+    ],
+)
+def test_wrong_updates(http, path, body, param):
+    error = post(http, path, body, 400)["error"]
+    assert error["param"] == param

@@ -106,6 +106,10 @@ METHODS: dict[str, str] = {
     "model_config": "is not there: see engine_info",
     "do_log_stats": "is not there: see get_metrics()",
     **dict.fromkeys(("is_running", "is_stopped", "errored", "dead_error"), "is not there: see state and failure"),
+    **dict.fromkeys(
+        ("start_weight_update", "start_draft_weight_update", "finish_weight_update", "init_weight_transfer_engine"),
+        "is not there: update_weights(path, draft=...) is a whole update",
+    ),
     "set_tokenizer": "is not there: see the option tokenizer",
     **dict.fromkeys(("collective_rpc", "apply_model"), "is not there: " + NO_USER_CODE),
 }
