@@ -17,7 +17,7 @@ import requests
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 
 if not torch.cuda.is_available():
     import on_cpu  # before TRL
@@ -26,6 +26,13 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 THINGS = "apple river clock train garden winter letter island candle forest mirror bridge market planet violin kitchen"
 PROMPTS = [[{"role": "user", "content": f"Tell me about a {thing}."}] for thing in THINGS.split()]
+
+ANSWERS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
+}
+"""How transformers reads an answer of a ChatML model; TRL knows it itself for the models that it lists."""
 
 
 def digits(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
@@ -56,8 +63,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=24, help="of an answer")
     options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer.response_template = ANSWERS
     trainer = AsyncGRPOTrainer(
         model=options.model,
+        processing_class=tokenizer,
         reward_funcs=digits,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
