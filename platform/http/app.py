@@ -60,7 +60,8 @@ def create_app(
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
     apis = (chat, completions, responses, embeddings, messages_routes, tokenize, file_routes, batch_routes)
-    for module in (*apis, model_routes, adapter_routes, engine_routes, weight_routes, server_info, health, console_routes):
+    operators = (adapter_routes, engine_routes, weight_routes, server_info)
+    for module in (*apis, model_routes, *operators, health, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)
