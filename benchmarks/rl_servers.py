@@ -8,8 +8,8 @@ the second, so that neither waits for the other's threads. vLLM's Python is that
 started so that tcmalloc and Intel's OpenMP are preloaded; without it Outrider is timed alone.
 
 Figures are medians over the steps but the first three: seconds of a step, seconds in which the trainer waited for
-rollouts, seconds of a synchronisation (write, load and unload an adapter), tokens a second of the server, and processor
-seconds a step of the server and of the trainer, which a neighbour on the machine disturbs least.
+rollouts, seconds of a synchronisation (write, load and unload an adapter). A neighbour on the machine disturbs processor
+time least: milliseconds a generated token of the server, and seconds a step of the trainer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -41,6 +42,15 @@ WARM_UP = 3
 """Steps that are left out of the figures: compilation, and queues that fill."""
 START_TIMEOUT = 300.0
 """Seconds for a server to start; vLLM compiles the model."""
+
+
+class Used(NamedTuple):
+    """Totals when a step ended."""
+
+    tokens: float
+    server: float
+    """Processor seconds, as of the trainer."""
+    trainer: float
 
 
 def free_port() -> int:
@@ -111,23 +121,31 @@ def processor_seconds(process: psutil.Process) -> float:
     return float(sum(each.user + each.system for each in times))
 
 
+def generated_tokens(url: str) -> float:
+    """Tokens that the server has generated."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    return sum(map(float, re.findall(r"^\w+:generation_tokens_total(?:\{.*\})? (\S+)$", text, re.M)))
+
+
 def measure(engine: str, python: str, options: argparse.Namespace, model: str) -> dict[str, Any]:
     """Train with one server."""
     with tempfile.TemporaryDirectory() as work, serving(engine, python, model, Path(work)) as (url, process):
         command = ["taskset", "-c", "1", options.trl_python, str(ROOT / "tests/rl/train.py"), "--model", model]
         command += ["--server", url, "--steps", str(options.steps), "--output-dir", work]
         variables = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"}
-        steps, served = [], []
+        steps, used = [], []
         with subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True) as trainer:
             assert trainer.stdout is not None
             for line in trainer.stdout:
-                if line.startswith('{"step"'):
+                if line.startswith('{"step"') and len(steps) < options.steps:
                     steps.append(json.loads(line))
-                    served.append((processor_seconds(process), processor_seconds(psutil.Process(trainer.pid))))
+                    own = processor_seconds(psutil.Process(trainer.pid))
+                    used.append(Used(generated_tokens(url), processor_seconds(process), own))
         if trainer.returncode:
             raise RuntimeError(f"the trainer failed with {engine}: {(Path(work) / 'server.log').read_text()[-2000:]}")
-    steps, first = steps[WARM_UP : options.steps], served[WARM_UP - 1]
-    last, count = served[options.steps - 1], len(steps)
+    first, last = used[WARM_UP - 1], used[options.steps - 1]
+    steps = steps[WARM_UP : options.steps]
 
     def median(name: str) -> float:
         return round(statistics.median(step[name] for step in steps if step.get(name) is not None), 3)
@@ -137,11 +155,11 @@ def measure(engine: str, python: str, options: argparse.Namespace, model: str) -
         "step_seconds": median("perf/step_s"),
         "rollout_wait_seconds": median("perf/rollout_wait_s"),
         "sync_seconds": median("perf/weight_sync_s"),
-        "generated_tokens_per_second": median("rollout/generated_tok_s"),
-        "server_cpu_seconds_per_step": round((last[0] - first[0]) / count, 3),
-        "trainer_cpu_seconds_per_step": round((last[1] - first[1]) / count, 3),
+        "generated_tokens": last.tokens - first.tokens,
+        "server_cpu_ms_per_token": round(1e3 * (last.server - first.server) / max(last.tokens - first.tokens, 1), 3),
+        "trainer_cpu_seconds_per_step": round((last.trainer - first.trainer) / len(steps), 3),
         "trained_tokens_per_step": median("batch/trained_tokens_per_step"),
-        "steps": count,
+        "steps": len(steps),
     }
 
 

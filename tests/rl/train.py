@@ -3,7 +3,7 @@
     python train.py --model FOLDER --server http://127.0.0.1:8000 --steps 50 --output-dir DIR
 
 Each step prints one line of JSON: TRL's metrics, and the adapters that the server has. The reward is a toy:
-the share of an answer's characters that are digits.
+commas for each word of an answer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ANSWERS = {
 """How transformers reads an answer of a ChatML model; TRL knows it itself for the models that it lists."""
 
 
-def digits(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """Share of each answer's characters that are digits."""
+def commas(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    """Commas for each word of the answers."""
     texts = ["".join(message["content"] for message in completion) for completion in completions]
-    return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in texts]
+    return [text.count(",") / max(len(text.split()), 1) for text in texts]
 
 
 class Report(TrainerCallback):
@@ -61,14 +61,14 @@ def main() -> None:
     parser.add_argument("--server", required=True, help="address of the server")
     parser.add_argument("--output-dir", required=True, help="folder of adapters, which the server can read")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--max-tokens", type=int, default=24, help="of an answer")
+    parser.add_argument("--max-tokens", type=int, default=20, help="of an answer")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.response_template = ANSWERS
     trainer = AsyncGRPOTrainer(
         model=options.model,
         processing_class=tokenizer,
-        reward_funcs=digits,
+        reward_funcs=commas,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
         args=AsyncGRPOConfig(
@@ -77,9 +77,11 @@ def main() -> None:
             max_steps=options.steps,
             max_completion_length=options.max_tokens,
             num_generations=8,
-            per_device_train_batch_size=32,
-            token_budget=0,  # 32 answers a step, however long they are
-            max_staleness=1,
+            per_device_train_batch_size=16,
+            token_budget=0,  # 16 answers a step, however long they are
+            max_staleness=2,
+            max_inflight_tasks=16,  # on one machine: the server should not be far ahead
+            queue_maxsize=16,
             learning_rate=1e-3,
             bf16=torch.cuda.is_available(),
             gradient_checkpointing=False,
