@@ -8,8 +8,8 @@ the second, so that neither waits for the other's threads. vLLM's Python is that
 started so that tcmalloc and Intel's OpenMP are preloaded; without it Outrider is timed alone.
 
 Figures are medians over the steps but the first three: seconds of a step, seconds in which the trainer waited for
-rollouts, seconds of a synchronisation (write, load and unload an adapter). A neighbour on the machine disturbs processor
-time least: milliseconds a generated token of the server, and seconds a step of the trainer.
+rollouts, seconds of a synchronisation (write, load and unload an adapter). A neighbour on the machine disturbs
+processor time least: milliseconds a generated token of the server, and seconds a step of the trainer.
 """
 
 from __future__ import annotations
