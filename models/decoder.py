@@ -199,12 +199,13 @@ class Decoder:
         return slots if self.score is None else slots | self.score.weight_slots()
 
     def weight_parts(self) -> list[Any]:
-        """See LanguageModel."""
+        """Objects that hold all weights, the layers first; None for parts that it does not have. Two decoders of one
+        config have the same parts."""
         ends = self._final_norm if self._ends is None else self._ends
         return [*self.layers, self.embedding, self._inputs, ends, self.score]
 
     def weights_changed(self) -> None:
-        """See LanguageModel."""
+        """Drop what was computed from weights that are now others."""
         for scales in self.cache_scales().values():
             scales.weights_changed()
 

@@ -106,12 +106,3 @@ class LanguageModel(Protocol):
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of all tensors that the model needs, by their names in HF checkpoints."""
         ...
-
-    def weight_parts(self) -> list[Any]:
-        """Objects that hold all weights, the layers first; None for parts that the model does not have. Two models of
-        one config have the same parts."""
-        ...
-
-    def weights_changed(self) -> None:
-        """Drop what was computed from weights that are now others."""
-        ...

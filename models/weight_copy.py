@@ -7,7 +7,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _PACKAGE = __name__.rpartition(".models.")[0]
 _HOLDERS = tuple(f"{_PACKAGE}.{part}." for part in ("models", "kernels", "spec_decode"))
@@ -44,7 +44,7 @@ def _merge(source: Any, target: Any, seen: set[int]) -> Any:
         for key, value in pairs:
             target[key] = _merge(value, target[key], seen)
         return target
-    if isinstance(source, nn.Module) or _holds_weights(source):
+    if _holds_weights(source):
         if type(source).__qualname__ != type(target).__qualname__:
             return source
         seen.add(id(source))

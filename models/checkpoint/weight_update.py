@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError, OutriderError, UnsupportedModelError, invalid
 from ...platform.core.sampling_params import quote_for_error
+from ..decoder import Decoder
 from ..layers.weights import WeightSlot
 from ..model import LanguageModel, ModelConfig
 from ..weight_copy import copy_weights
@@ -34,7 +35,7 @@ PARAM = "path"
 """Field of a request that errors name."""
 _DERIVED = ("batch_invariant", "raw", "quantization")
 """Fields of a config that no new config.json has to agree with; quantisation is compared by its name."""
-_LAYER = re.compile(r"(.*?\.(\d+))\.")
+_LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h)\.(\d+))\.")
 
 
 class WeightUpdate:
@@ -54,8 +55,13 @@ class WeightUpdate:
                 or has numbers that are not finite, or a layer is not whole; the message names it.
             NotFoundError: files are missing.
         """
+        if not isinstance(model, Decoder):
+            raise invalid(
+                PARAM, "cannot be loaded: weights of a model in transformers' code are not replaced while it runs"
+            )
         self._model = model
         fresh = build_unfilled(model.config, model.device, options, single_copy=model.embedding.single_copy)
+        assert isinstance(fresh, Decoder), "the config is the same"
         self._parts = fresh.weight_parts()
         self._slots: dict[str, WeightSlot] = fresh.weight_slots()
         self._tensors: dict[str, StoredTensor] = {}
@@ -80,12 +86,11 @@ class WeightUpdate:
     def apply(self) -> None:
         """Replace the weights, once. After an error the model has weights of both, and must not be used."""
         parts, in_use = self._parts, self._model.weight_parts()
-        num_layers = len(parts) - 1 and self._model.config.num_layers  # one part: not divided into layers
         for unit, names in self._units.items():
             for name in names:
                 load_into(self._slots.pop(name), name, self._tensors[name], PARAM)
             found = _LAYER.fullmatch(f"{unit}.")
-            if found is not None and int(found[2]) < num_layers:
+            if found is not None:
                 copy_weights(parts[int(found[2])], in_use[int(found[2])])
                 parts[int(found[2])] = None
         for part, other in zip(parts, in_use, strict=True):

@@ -33,7 +33,6 @@ from .layers import (
     TokenEmbedding,
     outer_model,
     parameter_slot,
-    use_norm_kernel,
 )
 from .names import CheckpointNames
 from .paged_attention import NoRotation, PagedLayer, PassState
@@ -229,16 +228,6 @@ class TransformersModel:
     def weight_slots(self) -> dict[str, WeightSlot]:
         """See LanguageModel."""
         return dict(self._slots)
-
-    def weight_parts(self) -> list[Any]:
-        """See LanguageModel."""
-        return [self]
-
-    def weights_changed(self) -> None:
-        """See LanguageModel: norms keep theirs in the form that the kernel reads."""
-        for module in self._outer.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                use_norm_kernel(with_hooks(module))
 
     def by_slot(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Stored tensors by the names of slots, without those that follow from others or from the config."""

@@ -133,14 +133,24 @@ class LocalEngine:
     def wake_up(self) -> None:
         """See EngineClient; the errors are those of a start."""
         self.check_open()
-        before, self._core = self._core, self._core or self._make()
+        before = self._core
+        self._core = self._restarted() if before is None else before
         self.info, self._state = self._core.info, EngineState.READY
         if before is None:
-            for update in self.weights.applied:
-                self._core.update_weights(**update.arguments())
-            if self.is_paused:
-                self._core.pause("keep", clear_cache=False)
             self._on_restart()
+
+    def _restarted(self) -> Engine:
+        """A new engine with the weights and the pause of the one before it."""
+        core = self._make()
+        try:
+            for update in self.weights.applied:
+                core.update_weights(**update.arguments())
+            if self.is_paused:
+                core.pause("keep", clear_cache=False)
+        except BaseException:
+            core.shutdown()
+            raise
+        return core
 
     def close(self) -> None:
         """See EngineClient. A further call does nothing."""

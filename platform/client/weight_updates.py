@@ -20,7 +20,7 @@ class AppliedUpdate(NamedTuple):
     draft: bool
 
     def arguments(self) -> dict[str, Any]:
-        """They by name."""
+        """The arguments by name."""
         return {"sources": self.sources, "draft": self.draft}
 
 

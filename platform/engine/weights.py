@@ -83,7 +83,7 @@ class Weights:
 
     def _update_target(self, sources: Sequence[WeightSource]) -> bool:
         parts, served = self._parts, self._parts.model.config
-        if parts.model.device.type == "cuda" and not (isinstance(served, DecoderConfig) and served.varied is None):
+        if parts.model.device.type == "cuda" and isinstance(served, DecoderConfig) and served.varied is not None:
             raise InvalidRequestError(
                 f"the weights of {served.architecture} are replaced on a CPU alone: captured graphs hold some of them",
                 param=PARAM,

@@ -165,8 +165,13 @@ def post(http, path, body=None, status=200):
     return answer.json()
 
 
+def text(http):
+    body = {"model": "outrider-demo", "prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    return post(http, "/v1/completions", body)["choices"][0]["text"]
+
+
 def test_new_weights(http, new_weights):
-    before, old = chat(http)[0], {"path": str(demo_model_path())}
+    before, old = text(http), {"path": str(demo_model_path())}
     lines = []
     reader = stream(http, lines)
     error = post(http, "/update_weights", {"path": str(new_weights)}, 400)["error"]
@@ -178,22 +183,22 @@ def test_new_weights(http, new_weights):
     reader.join()
     assert '"finish_reason":"length"' in "".join(lines)
     assert http.get("/weight_info", headers=ADMIN).json() == {"weight_version": "7"}
-    after = chat(http)[0]
+    after = text(http)
     assert after != before
     http.server.engine().kill()  # the next one reads the new files
     http.server.wait_for(lambda: http.get("/health").status_code == 503)
     http.server.wait_for(lambda: http.get("/health").status_code == 200)
-    assert chat(http)[0] == after
+    assert text(http) == after
     post(http, "/start_weight_update")
     assert "has been started" in post(http, "/start_draft_weight_update", status=400)["error"]["message"]
     assert post(http, "/update_weights", old) == {"message": "Weights received"}
-    assert chat(http)[0] == after
+    assert text(http) == after
     assert post(http, "/finish_weight_update", {"weight_version": "8"})["weight_version"] == "8"
-    assert chat(http)[0] == before
+    assert text(http) == before
     assert post(http, "/update_weights_from_disk", {"model_path": str(new_weights)})["success"]
-    assert chat(http)[0] == after
+    assert text(http) == after
     assert post(http, "/update_weights_from_disk", {"model_path": old["path"], "abort_all_requests": True})["success"]
-    assert chat(http)[0] == before
+    assert text(http) == before
     assert http.get("/is_paused", headers=ADMIN).json() == {"is_paused": False}
 
 

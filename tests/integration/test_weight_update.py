@@ -92,6 +92,11 @@ def test_the_text_is_that_of_a_fresh_engine(llm, fresh, new_folder):
     llm.sleep(2)
     with pytest.raises(AsleepError):
         llm.update_weights(new_folder)
+    moved = new_folder.rename(new_folder.with_name("moved"))
+    with pytest.raises(NotFoundError):
+        llm.wake_up()
+    assert llm.is_sleeping()
+    moved.rename(new_folder)
     llm.wake_up()  # which reads the new files
     assert texts(llm) == texts(fresh)
     llm.update_weights(demo_model_path())

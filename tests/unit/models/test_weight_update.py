@@ -59,8 +59,7 @@ def llama(save_tiny: Callable) -> Path:
 
 def check(folder: Path, new: Path, source: Path, logits: Callable, **options: object) -> WeightUpdate:
     """Compare a model that was updated after it had been used, and one that was loaded from the same files."""
-    impl = str(options.pop("impl", "auto"))
-    chosen = ModelOptions(impl, options.pop("quantization", None))  # type: ignore[arg-type]
+    chosen = ModelOptions(quantization=options.pop("quantization", None))  # type: ignore[arg-type]
     model = load_model(folder, options=chosen, **options)  # type: ignore[arg-type]
     before = logits(model)
     update = WeightUpdate(model, folder, [source], chosen)
@@ -82,7 +81,7 @@ def test_families(name: str, save_tiny: Callable, logits: Callable, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"batch_invariant": True}, {"impl": "transformers"}],
+    [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"batch_invariant": True}],
     ids=str,
 )
 def test_forms_of_weights(options: dict[str, object], llama: Path, logits: Callable, tmp_path: Path) -> None:
@@ -159,6 +158,12 @@ def test_another_config(field: str, value: object, message: str | None, llama: P
         return
     with pytest.raises(InvalidRequestError, match=message):
         WeightUpdate(model, llama, [new], ModelOptions())
+
+
+def test_a_model_in_other_code(llama: Path) -> None:
+    options = ModelOptions("transformers")
+    with pytest.raises(InvalidRequestError, match="not replaced while it runs"):
+        WeightUpdate(load_model(llama, options=options), llama, [llama], options)
 
 
 def test_files_that_are_not_there(llama: Path, tmp_path: Path) -> None:
