@@ -39,13 +39,9 @@ def _unavailable(*args: Any, **kwargs: Any) -> None:
 
 def _stand_in_for_vllm() -> None:
     for name, functions in _OF_VLLM.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        module.__version__ = "0.31.0"
-        for function in functions:
-            setattr(module, function, _unavailable)
-        sys.modules[name] = module
+        module = sys.modules[name] = ModuleType(name)
+        spec = ModuleSpec(name, None, is_package=True)
+        vars(module).update(dict.fromkeys(functions, _unavailable), __spec__=spec, __path__=[], __version__="0.31.0")
 
 
 if importlib.util.find_spec("vllm") is None:
