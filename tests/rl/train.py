@@ -82,7 +82,7 @@ def main() -> None:
             max_staleness=2,
             max_inflight_tasks=16,  # on one machine: the server should not be far ahead
             queue_maxsize=16,
-            learning_rate=1e-3,
+            learning_rate=2e-3,
             bf16=torch.cuda.is_available(),
             gradient_checkpointing=False,
             save_strategy="no",
