@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError
-from ..core.lora_request import LoRARequest
+from ..core.lora_request import LoRARequest, TensorOptions, tensor_request
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.pooling import (
@@ -345,11 +345,10 @@ class AsyncLLM(AsyncEngineLife):
         [output] = await pooling.pool_async(self, "classify", [prompt], None, request_id, lora_request, options)
         return pooling.classification(output)
 
-    async def load_lora_adapter(
-        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        """See `Adapters.load`."""
-        return await self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+    async def load_lora_adapter(self, lora_request: LoRARequest | str, **options: Unpack[TensorOptions]) -> AdapterInfo:
+        """See `LLM.load_lora_adapter`."""
+        request, rest = tensor_request(lora_request, options)
+        return await self.adapters.load(request, **rest)
 
     async def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
         """See `Adapters.register`."""

@@ -15,6 +15,7 @@ from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.compat.vllm_python import ENGINE_LIFE, METHODS
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError
+from ..core.kv_events import KVEventSource
 from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.weight_source import WeightSource
@@ -75,6 +76,9 @@ class Engine(Protocol):
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached KV; True when nothing is cached any more."""
+
+    def kv_event_sources(self) -> list[KVEventSource]:
+        """Addresses at which events of the KV cache are published."""
 
     def release_memory(self) -> None:
         """Give the memory of the KV cache back."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.compat.unsupported_options import reject_unsupported_options
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import invalid
-from ..core.lora_request import LoRARequest
+from ..core.lora_request import LoRARequest, TensorOptions, tensor_request
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.pooling import (
@@ -259,11 +259,11 @@ class LLM(EngineLife):
 
     # --- adapters: see `Adapters` ---------------------------------------------------------------------------------
 
-    def load_lora_adapter(
-        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        """See `Adapters.load`."""
-        return self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+    def load_lora_adapter(self, lora_request: LoRARequest | str, **options: Unpack[TensorOptions]) -> AdapterInfo:
+        """See `Adapters.load`. With `tensors` and `peft_config` the adapter of the name `lora_request` is made of
+        them, see `TensorLoRARequest`."""
+        request, rest = tensor_request(lora_request, options)
+        return self.adapters.load(request, **rest)
 
     def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
         """See `Adapters.register`."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError, invalid
 from ..core.logs import format_trace
-from ..core.lora_request import LoRARequest
+from ..core.lora_request import LoRARequest, TensorOptions, tensor_request
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
@@ -191,11 +191,10 @@ class LLMEngine(EngineLife):
 
     # --- adapters: see `core.adapter_verbs.Adapters` --------------------------------------------------------------
 
-    def load_lora_adapter(
-        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        """See `Adapters.load`."""
-        return self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+    def load_lora_adapter(self, lora_request: LoRARequest | str, **options: Unpack[TensorOptions]) -> AdapterInfo:
+        """See `LLM.load_lora_adapter`."""
+        request, rest = tensor_request(lora_request, options)
+        return self.adapters.load(request, **rest)
 
     def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
         """See `Adapters.register`."""

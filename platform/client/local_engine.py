@@ -15,7 +15,11 @@ from .engine_factory import Engine
 from .weight_updates import AppliedUpdate, WeightUpdates
 
 _SHUT_DOWN = "this LLM has been shut down; make a new one"
-_ASLEEP_RESULTS: dict[str, Callable[[], Any]] = {"stats": EngineStats, "reset_prefix_cache": lambda: True}
+_ASLEEP_RESULTS: dict[str, Callable[[], Any]] = {
+    "stats": EngineStats,
+    "reset_prefix_cache": lambda: True,
+    "kv_event_sources": list,
+}
 """Results of the verbs that an engine answers while it sleeps."""
 
 

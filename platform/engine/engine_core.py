@@ -22,6 +22,7 @@ from ..core.errors import (
     ShuttingDownError,
     invalid,
 )
+from ..core.kv_events import KVEventSource
 from ..core.memory_usage import resident_memory_bytes
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import MAX_TOKEN_IDS, check_context, check_params, check_token_ids
@@ -29,6 +30,7 @@ from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from ..core.weight_source import WeightSource
 from .adapters import EngineAdapters
+from .kv_events import KVEvents
 from .profiler import Profiler
 from .runner.pipeline import Pipeline
 from .sampling.logits_edits import EditTables, edit_state
@@ -47,7 +49,13 @@ class EngineCore:
 
     def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
         """Load the model and allocate the KV cache; see `setup.build` for the errors."""
-        parts = build(args, progress=progress)
+        self._kv_events = KVEvents(args)  # before the model is loaded, which takes long
+        try:
+            parts = build(args, progress=progress)
+        except BaseException:
+            self._kv_events.close()
+            raise
+        self._kv_events.record(parts.scheduler.prefix_cache)
         self.info: EngineInfo = parts.info
         self.scheduler = parts.scheduler
         self._config = parts.config
@@ -100,6 +108,7 @@ class EngineCore:
             raise
         if self._executor.is_broken:  # maybe since the middle of a pass, whose results are unknown then
             raise self._executor.error()
+        self._kv_events.flush()
         self.learn()
         return deltas
 
@@ -141,6 +150,7 @@ class EngineCore:
             seed_key=self._random.getrandbits(64) if seed is None else _seed_key(seed),
             eos_token_ids=frozenset(request.eos_token_ids),
             lora=request.lora,
+            cache_salt=request.cache_salt,
             sharing=self._sharing(request),
             num_shared_tokens=self._num_shared(request),
             text_namespace=(_joined(request.tenant, request.cache_salt), b""),
@@ -170,14 +180,15 @@ class EngineCore:
             InvalidRequestError: there is no such mode.
         """
         self._pause.begin(mode, self.scheduler, self._pipeline, drops_kv=clear_cache)
+        self._kv_events.flush()
 
     def resume(self) -> None:
         """End the pause, if there is one."""
         self._pause.end()
 
     def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
-        """Replace weights of the target, or with `draft` of the drafter. Cached KV of the
-        old weights is found by no request any more, but sequences that are kept go on with it.
+        """Replace weights of the target, or with `draft` of the drafter. Requests do not find cached KV of the old
+        weights any more, but sequences that are kept go on with it.
 
         Returns:
             False if the target keeps some of its weights.
@@ -210,6 +221,8 @@ class EngineCore:
             prefix_cache_hits=cache.num_hits,
             kv_host_hits=cache.host.num_hits * cache.block_size if cache.host is not None else 0,
             kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
+            kv_event_batches=self._kv_events.num_batches,
+            kv_event_batches_dropped=self._kv_events.num_dropped,
             drafters=[] if self._config.speculative is None else list(self._config.speculative.drafters),
             speculation=self._speculation.entries(),
             learning=[] if self.learner is None else self.learner.states(),
@@ -221,6 +234,7 @@ class EngineCore:
             lora_host_bytes=adapters.host_bytes,
             lora_load_failures=adapters.load_failures,
             lora_evictions={"device": adapters.device_evictions, "host": adapters.host_evictions},
+            lora_transfers=list(adapters.transfers),
             lora_rows_used=adapters.rows_used,
             lora_rows=adapters.num_rows,
         )
@@ -235,7 +249,13 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Drop the cached KV that no sequence uses; True when the cache is empty."""
-        return self.scheduler.prefix_cache.reset()
+        is_empty = self.scheduler.prefix_cache.reset()
+        self._kv_events.flush()
+        return is_empty
+
+    def kv_event_sources(self) -> list[KVEventSource]:
+        """Addresses at which events of the KV cache are published; [] if they are not."""
+        return self._kv_events.sources()
 
     def release_memory(self) -> None:
         """Return the memory of KV blocks, the host's too, to the system, on a CPU; it is allocated again at its next
@@ -264,6 +284,7 @@ class EngineCore:
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
         with ExitStack() as last_first:  # all of it, even if one fails
             last_first.callback(self._free, device)
+            last_first.callback(self._kv_events.close)
             for part in (self._grammars, self._executor, self._adapters, self._runner, self._profiler):
                 last_first.callback(part.close)
             last_first.callback(self._pipeline.abandon)

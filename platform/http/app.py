@@ -28,6 +28,7 @@ from .observe import health, server_info
 from .observe.request_log import Observer
 from .openai import chat, completions, embeddings, model_routes, tokenize
 from .openai.responses import routes as responses
+from .openai.tokens import derender, generate, render
 from .protect.acting import acting_in
 from .protect.error_responses import (
     ClientDisconnectedError,
@@ -59,9 +60,9 @@ def create_app(
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
-    apis = (chat, completions, responses, embeddings, messages_routes, tokenize, file_routes, batch_routes)
-    operators = (adapter_routes, engine_routes, weight_routes, server_info)
-    for module in (*apis, model_routes, *operators, health, console_routes):
+    apis = (chat, completions, responses, embeddings, messages_routes, tokenize, generate, render, derender)
+    operators = (model_routes, adapter_routes, engine_routes, weight_routes, server_info, health)
+    for module in (*apis, file_routes, batch_routes, *operators, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)

@@ -1,7 +1,9 @@
-"""Routes that pause the engine, put it to sleep, and empty its prefix cache: operators' calls, with vLLM's paths."""
+"""Routes that pause the engine, put it to sleep, empty its prefix cache and list the sources of its events: operators'
+calls, with vLLM's paths."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -96,6 +98,15 @@ async def reset_prefix_cache(request: Request) -> Response:
     success = await serving.llm.reset_prefix_cache()
     await audit(request, f"emptied the prefix cache{'' if success else ', but for what requests use'}")
     return JSONResponse({"success": success})
+
+
+@router.get("/kv_event_sources", response_model=None)
+async def kv_event_sources(request: Request) -> Response:
+    """Addresses of the engine's KV events, with vLLM's fields; [] if none are published. The engine that answers is the
+    present one: an address with port 0 changes when it is started again."""
+    require_admin(request)
+    sources = await serving_of(request).llm.engine.call("kv_event_sources")
+    return JSONResponse([asdict(source) for source in sources])
 
 
 def operators_serving(request: Request) -> Serving:

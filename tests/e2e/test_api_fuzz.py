@@ -17,7 +17,17 @@ from schemathesis import GenerationMode
 MAX_EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "3"))
 KEY = "operator"
 GUARDED = (
-    *("/v1", "/admin", "/tokenize", "/detokenize", "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"),
+    *(
+        "/v1",
+        "/inference",
+        "/admin",
+        "/tokenize",
+        "/detokenize",
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/reset_prefix_cache",
+    ),
     *("/pause", "/resume", "/is_paused", "/update_weights", "/start_", "/finish_weight_update", "/weight_info"),
     "/server_info",
 )

@@ -24,6 +24,7 @@ from ...core.adapter_verbs import VERBS as ADAPTER_VERBS
 from ...core.adapter_verbs import AdapterVerbs, Info, Infos, Nothing
 from ...core.config import EngineArgs
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
+from ...core.kv_events import KVEventSource
 from ...core.logs import LogFormat
 from ...core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ...core.weight_source import WeightSource
@@ -161,6 +162,7 @@ VERBS: dict[str, Verb] = {
     "has_work": Verb(_NoArguments, bool),
     "check_integrity": Verb(_NoArguments, None),
     "reset_prefix_cache": Verb(_NoArguments, bool),
+    "kv_event_sources": Verb(_NoArguments, list[KVEventSource]),
     "release_memory": Verb(_NoArguments, None),
 }
 """The methods of the engine that may be called."""

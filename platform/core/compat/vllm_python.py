@@ -28,7 +28,6 @@ SAMPLING: dict[str, Option] = {
     "truncate_prompt_tokens": only(why="cut the prompt before"),
     "guided_decoding": only(why="write structured_outputs=StructuredOutputsParams(...)"),
     "logits_processors": only([], (), why=NO_USER_CODE),
-    "logprob_token_ids": only(why="ask for logprobs and pick among them"),
     "prompt_logprob_token_ids": only(why="ask for prompt_logprobs and pick among them"),
     "prompt_logprob_start": only(0, why="ask for prompt_logprobs and cut them"),
     "flat_logprobs": off("log-probabilities are lists of dicts"),
@@ -37,8 +36,6 @@ SAMPLING: dict[str, Option] = {
     "output_text_buffer_length": ignored("it follows from stop"),
     "extra_args": only({}, why="there are no plug-ins that read them"),
     "skip_reading_prefix_cache": off("give the prompt a cache_salt of its own"),
-    "thinking_token_budget": only(why=NO_REASONING),
-    "repetition_detection": only(why="see repetition_penalty"),
     "routed_experts_prompt_start": only(0, why=NO_EXPERTS),
     "trace_decode_token_ids": only(why="tokens cannot be given in advance"),
 }

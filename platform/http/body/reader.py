@@ -95,6 +95,11 @@ def _parse(raw: bytearray, model: type[ModelT], strict: bool) -> ModelT:
         raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidRequestError("The body must be a JSON object")
+    return validated(content, model, strict=strict)
+
+
+def validated(content: dict[str, Any], model: type[ModelT], *, strict: bool) -> ModelT:
+    """An object of a body as `model`; it may be changed. Errors as of `read_body`."""
     check_fields(content, model)
     adapt(content, model, strict=strict)
     try:

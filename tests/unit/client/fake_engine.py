@@ -92,7 +92,9 @@ class FakeAdapters:
             time.sleep(0.01)
         return path
 
-    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+    def load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, running: str = "finish"
+    ) -> AdapterInfo:
         self._check_name(request, load_inplace)
         self._read(request.path)
         content = os.path.join(request.path, "adapter_model.safetensors")
