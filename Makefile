@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-fast test-clients test-ray test-real sanitize lint kernels docs format bench demo-model clean
+.PHONY: help serve test test-fast test-clients test-ray test-real test-rl sanitize lint kernels docs format bench demo-model clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -47,7 +47,7 @@ test-fast: .venv/.dev.stamp ## Run the quick unit tests, while you work: make te
 # A process more than cores; a file's tests stay together and share their fixtures. Bytecode is written even where the
 # environment says otherwise: the tests start hundreds of processes, each of which would compile the package again.
 test: .venv/.dev.stamp ## Run the tests: make test ARGS="-k layout"
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/real --ignore tests/clients --ignore tests/replicas -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/real --ignore tests/clients --ignore tests/replicas --ignore tests/rl -n auto --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 .venv/.real.stamp: pyproject.toml constraints.txt .venv/.dev.stamp
 	$(PIP_INSTALL) -c constraints.txt -e '.[real]'
@@ -76,6 +76,19 @@ test-ray: .venv-ray/.stamp ## Test replicas on a Ray of this machine
 test-clients: .venv/.serve.stamp .venv-clients/.stamp ## Test other projects' clients with a server
 	.venv-clients/bin/python -I -m pytest -c /dev/null --rootdir tests/clients --confcutdir tests/clients \
 		-p no:cacheprovider -q tests/clients --timeout 300 $(ARGS)
+
+# A trainer's environment of its own: torch's CPU build, alone first as in .venv, then TRL, in its newest version in range.
+.venv-rl/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -I -m venv .venv-rl
+	sed -n '/^rl = /,/^]/s/^ *"\(.*\)",.*/\1/p' pyproject.toml > .venv-rl/requirements.txt
+	grep '^torch==' constraints.txt > .venv-rl/constraints.txt
+	.venv-rl/bin/python -I -m pip install --quiet --disable-pip-version-check "$$(cat .venv-rl/constraints.txt)"
+	.venv-rl/bin/python -I -m pip install --quiet --disable-pip-version-check -c .venv-rl/constraints.txt -r .venv-rl/requirements.txt
+	@touch $@
+
+test-rl: .venv/.real.stamp .venv-rl/.stamp ## Test training with TRL, whose rollouts come from a server; ARGS=--all: 50 steps
+	.venv-rl/bin/python -I -m pytest -c /dev/null --rootdir tests/rl --confcutdir tests/rl \
+		-p no:cacheprovider -q tests/rl -rs --timeout 1200 $(ARGS)
 
 # The kernels are compiled with the sanitizers in place of the ordinary ones: the cache knows them by their compiler.
 SANITIZED := $(wildcard tests/kernels/test_*_native.py) tests/kernels/test_native_ops.py tests/kernels/test_experts.py

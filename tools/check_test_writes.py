@@ -28,6 +28,7 @@ EXTERNAL = {
     "eos_token_id": "transformers' generation config",
     "exitstatus": "pytest's session",
     "get_added_vocab": "transformers' tokenizer",
+    "get_device_name": "torch.cuda",
     "image_outputs": "transformers' output of a model",
     "init_lora_weights": "PEFT's configuration",
     "normalizer": "a tokenizer of the library tokenizers",

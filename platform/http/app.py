@@ -24,7 +24,7 @@ from .batches import batch_routes
 from .console import console_routes
 from .console.statistics import Statistics
 from .files import file_routes
-from .observe import health
+from .observe import health, server_info
 from .observe.request_log import Observer
 from .openai import chat, completions, embeddings, model_routes, tokenize
 from .openai.responses import routes as responses
@@ -61,7 +61,7 @@ def create_app(
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
     apis = (chat, completions, responses, embeddings, messages_routes, tokenize, generate, render, derender)
-    operators = (model_routes, adapter_routes, engine_routes, weight_routes, health)
+    operators = (model_routes, adapter_routes, engine_routes, weight_routes, server_info, health)
     for module in (*apis, file_routes, batch_routes, *operators, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
