@@ -47,6 +47,7 @@ SAMPLES = {
     "lora_memory": "512MiB", "max_cpu_lora_memory": "2GiB", "enforce_eager": True, "batch_invariant": True,
     "tensor_parallel_size": 1, "distributed_executor_backend": "mp",
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    "kv_events_config": {"enable_kv_cache_events": True, "topic": "kv"}, "data_parallel_rank": 3,
 }  # fmt: skip
 
 
@@ -180,6 +181,7 @@ def test_adapter_sources_are_options(tmp_path, monkeypatch):
     args, config = resolve(
         "/m", "--lora-dir", "a", "--lora-root", "~/b", "--lora-root", str(tmp_path), "--lora-remote", "hf, S3",
         "--max-lora-bytes", "1MiB", "--lora-cache-dir", "/cache", "--lora-cache-bytes", "2GB", "--lora-resolver", "m:f",
+        "--lora-upload-bytes", "3MiB",
     )  # fmt: skip
     assert args.enable_lora
     assert config.lora_roots == (str(tmp_path / "b"), str(tmp_path))
@@ -187,8 +189,10 @@ def test_adapter_sources_are_options(tmp_path, monkeypatch):
     sources = config.lora_sources
     assert (sources.directories, sources.roots) == ((str(tmp_path / "a"),), config.lora_roots)
     assert (sources.max_adapter_bytes, sources.max_cache_bytes) == (1 << 20, 2 * 10**9)
+    assert sources.max_upload_bytes == 3 << 20
     assert (sources.cache_dir, sources.resolvers) == ("/cache", ("m:f",))
     assert resolve("/m")[1].lora_sources.max_adapter_bytes == 4 << 30
+    assert resolve("/m")[1].lora_sources.max_upload_bytes == 4 << 30
 
 
 def test_the_demos_adapters_may_be_loaded_over_http():
