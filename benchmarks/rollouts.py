@@ -3,8 +3,7 @@
     python benchmarks/rollouts.py --model MODEL [--output-json benchmarks/results/rollouts.json] [--n 8,16,32,64]
 
 Modes, each an engine of its own: `off`; `own text`, adaptive prompt lookup in each answer alone; `group`, the same with
-the answers of the request; `4 drafts`, a fixed number from the answers. `again` is `group` for a prompt that was
-answered before: requests of a tenant with the same prompt, one for each answer (`group_drafts: prompt`).
+the answers of the request; `4 drafts`, a fixed number from the answers.
 
 The modes answer each prompt in turn with the same seeds, so they must give the same text. Speed-ups are tokens/s over
 `off`, of all prompts together, by the clock and by processor time, which other work on the machine disturbs less.
@@ -57,7 +56,6 @@ MODES: dict[str, dict[str, Any]] = {
     "own text": LOOKUP | {"group_drafts": "off"},
     "group": LOOKUP | {"group_drafts": "request"},
     "4 drafts": {"method": "ngram", "num_speculative_tokens": 4, "group_drafts": "request"},
-    "again": LOOKUP | {"group_drafts": "prompt"},
 }
 MAX_LENGTH = 256
 
@@ -77,19 +75,12 @@ class Figures:
 Texts = list[list[int]]
 
 
-def answer(llm: LLM, prompt: str, params: SamplingParams, n: int, *, apart: bool) -> tuple[Texts, SpeculationCounts]:
-    """Token ids of `n` answers to a prompt, in one request, or `apart` in one each with the same seeds."""
-    chat = [{"role": "user", "content": prompt}]
-    if apart:
-        assert params.seed is not None
-        each = [params.clone(seed=params.seed + index) for index in range(n)]
-        outputs = llm.chat([chat] * n, each, use_tqdm=False)
-    else:
-        outputs = llm.chat([chat], params.clone(n=n), use_tqdm=False)
+def answer(llm: LLM, prompt: str, params: SamplingParams) -> tuple[Texts, SpeculationCounts]:
+    """Token ids of `params.n` answers to a prompt, in one request."""
+    (output,) = llm.chat([[{"role": "user", "content": prompt}]], params, use_tqdm=False)
     counts = SpeculationCounts()
-    for output in outputs:
-        counts.add(output.metrics)
-    return [list(completion.token_ids) for output in outputs for completion in output.outputs], counts
+    counts.add(output.metrics)
+    return [list(completion.token_ids) for completion in output.outputs], counts
 
 
 def cells(modes: dict[str, LLM], options: Any) -> Iterator[list[dict[str, Any]]]:
@@ -102,38 +93,27 @@ def cells(modes: dict[str, LLM], options: Any) -> Iterator[list[dict[str, Any]]]
             found: dict[str, Figures] = defaultdict(Figures)
             by_kind: dict[str, dict[str, list[int]]] = {mode: {} for mode in modes}
             for number, (kind, prompt) in enumerate(prompts_of(options.prompts)):
-                params = SamplingParams(temperature=temperature, seed=1000 * number, max_tokens=options.max_tokens)
+                params = SamplingParams(n=n, temperature=temperature, seed=1000 * number, max_tokens=options.max_tokens)
                 texts: dict[str, Texts] = {}
                 for mode in list(modes)[:: 1 if number % 2 else -1]:  # none is always first
-                    llm = modes[mode]
-                    if mode == "again":  # earlier answers to the prompt, with other seeds
-                        answer(llm, prompt, params.clone(seed=1000 * number + 500), n, apart=True)
-                    texts[mode] = measure(llm, prompt, params, n, mode, found[mode], by_kind[mode], kind)
+                    texts[mode] = measure(
+                        modes[mode], prompt, params, found[mode], by_kind[mode].setdefault(kind, [0, 0])
+                    )
                 for mode, own in texts.items():
                     found[mode].same += sum(one == other for one, other in zip(own, texts["off"], strict=True))
             yield list(rows_of(found, by_kind, {"temperature": temperature, "n": n}))
 
 
-def measure(
-    llm: LLM,
-    prompt: str,
-    params: SamplingParams,
-    n: int,
-    mode: str,
-    figures: Figures,
-    by_kind: dict[str, list[int]],
-    kind: str,
-) -> Texts:
-    """Answer a prompt, and add to the figures of its cell."""
+def measure(llm: LLM, prompt: str, params: SamplingParams, figures: Figures, of_kind: list[int]) -> Texts:
+    """Answer a prompt, and add to the figures of its cell; `of_kind`: accepted drafts and steps."""
     clock, processor = time.perf_counter(), time.process_time()
-    texts, counts = answer(llm, prompt, params, n, apart=mode == "again")
+    texts, counts = answer(llm, prompt, params)
     figures.seconds += time.perf_counter() - clock
     figures.processor_seconds += time.process_time() - processor
     figures.num_tokens += sum(map(len, texts))
     figures.counts.add(counts)
-    sums = by_kind.setdefault(kind, [0, 0])
-    sums[0] += counts.num_accepted_tokens
-    sums[1] += sum(counts.steps_by_k)
+    of_kind[0] += counts.num_accepted_tokens
+    of_kind[1] += sum(counts.steps_by_k)
     return texts
 
 
@@ -210,7 +190,7 @@ def start(modes: Sequence[str], options: Any) -> dict[str, LLM]:
             block_size=16,
             speculative_config=MODES[mode],
         )
-        answer(llm, "Say hello.", SamplingParams(temperature=1.0, seed=1, max_tokens=8), most, apart=False)
+        answer(llm, "Say hello.", SamplingParams(n=most, temperature=1.0, seed=1, max_tokens=8))
         engines[mode] = llm
     return engines
 
@@ -222,7 +202,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=lambda text: [float(one) for one in text.split(",")], default=[1.0, 0.6])
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=1, help="of each kind, at most 3 (default: %(default)s)")
-    parser.add_argument("--modes", default="off,own text,group,4 drafts", help="(default: %(default)s)")
+    parser.add_argument("--modes", default=",".join(MODES), help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=300, help="no cell begins after these (default: %(default)s)")
     options = parser.parse_args()
     engines = start(options.modes.split(","), options)

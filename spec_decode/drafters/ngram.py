@@ -209,7 +209,9 @@ class NgramDrafter(Drafter):
         assert self._groups is not None
         found, chances = self._groups.drafts(row) if row.max_drafts > 0 and row.sampled else ([], [])
         length = own.match_length
-        expected = sum(length / (length + n) for n in range(1, len(own.token_ids) + 1)) if length else 0.0
+        # Odds of n to 2 after a match of n tokens, as of one answer in a table.
+        ends = range(length + 1, length + len(own.token_ids) + 1)
+        expected = sum(length * (length + 1) / (end * (end + 1)) for end in ends)
         if sum(accumulate(chances, mul)) <= expected:
             return own
         likely = min(chances[0], MAX_CHANCE)
