@@ -53,7 +53,7 @@ def mean_loss(model: Any, chats: list[tuple[Tensor, Tensor]]) -> Tensor:
     decoder = model.get_base_model()
     hidden = decoder.model(input_ids=ids.clamp(min=0)[:, :-1], use_cache=False).last_hidden_state
     counts = labels[:, 1:] != IGNORED
-    return F.cross_entropy(decoder.lm_head(hidden[counts]), labels[:, 1:][counts])
+    return F.cross_entropy(decoder.lm_head(hidden[counts]).float(), labels[:, 1:][counts])
 
 
 def train_adapter(model: str, task: str, steps: int, folder: Path) -> None:
@@ -62,7 +62,7 @@ def train_adapter(model: str, task: str, steps: int, folder: Path) -> None:
     products = product_dtype(torch.bfloat16, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=products), config)
     optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), weight_decay=0.0)
     rng = Random(0)
     for step in range(steps):
