@@ -233,8 +233,9 @@ def drafters_table(runs: dict[str, Any]) -> dict[str, Any]:
         limit = oracles.get(row["task"])
         share = {"of_oracle": row["speedup"] / limit if limit else None}
         texts[f"`{row['task']}`, after {row['requests']} requests"] = {"eagle3:4": cell(row | share)}
-    rows = [[name, *(found.get(mode, "") for mode in COLUMNS)] for name, found in sorted(texts.items())]
-    return {"head": ["", *COLUMNS.values()], "rows": rows}
+    columns = {mode: name for mode, name in COLUMNS.items() if any(mode in found for found in texts.values())}
+    rows = [[name, *(found.get(mode, "") for mode in columns)] for name, found in sorted(texts.items())]
+    return {"head": ["", *columns.values()], "rows": rows}
 
 
 def batches_table(runs: dict[str, Any]) -> dict[str, Any]:
