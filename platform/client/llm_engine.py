@@ -90,7 +90,11 @@ class LLMEngine(EngineLife):
             raise
         self.adapters = LLMAdapters(self.engine, self.sources, demo_lora_requests(args))
         self.requests = RequestMaker(
-            self.input_processor, lambda: self.adapters.known, self.sources, self.sampling_defaults
+            self.input_processor,
+            lambda: self.adapters.known,
+            self.sources,
+            self.sampling_defaults,
+            self.adapters.loaded.requests,
         )
         self.output_processor = OutputProcessor()
         self._numbers = itertools.count()  # of the requests, for those without an id

@@ -64,7 +64,7 @@ class RequestMaker:
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         lora = resolve_lora(lora_request, self._known)
         parts = [part.request for part in lora.parts] if isinstance(lora, LoRAMix) else [lora]
-        loaded = frozenset(part.name for part in parts if part is not None and self._loaded.get(part.name) == part)
+        loaded = frozenset(part.name for part in parts if part and (part.loaded or self._loaded.get(part.name) == part))
         local = yield from self._sources.localize(lora)
         chosen = params if params is not None else Defaults((yield from self._defaults.of(local)))
         processor = yield from self.processor_of(local)
@@ -107,7 +107,7 @@ class RequestMaker:
             present = yield from self._sources.find(name)
         if present is None:
             raise NotFoundError(f"the adapter {name!r} was unloaded while the request waited", param="model")
-        return replace(present, loaded=True)
+        return present
 
     @dual
     def processor_of(self, lora_request: AnyLoRA | None) -> Steps[InputProcessor]:

@@ -122,8 +122,8 @@ class TensorLoRARequest(LoRARequest):
     `lora_path` is not read.
     """
 
-    peft_config: Mapping[str, Any] = field(repr=False)
-    lora_tensors: Mapping[str, Any] = field(repr=False)
+    peft_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    lora_tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __init__(
         self,

@@ -216,8 +216,9 @@ class LoadedAdapters:
     # --- the record -----------------------------------------------------------------------------------------------
 
     def _record(self, loaded: _LoadedAdapter) -> None:
-        """Record an adapter as it was loaded."""
-        self._loaded[loaded.request.name] = loaded
+        """Record an adapter as it was loaded. Whoever takes its request from here means it by its name: requests that
+        were accepted before a load in place run on the new version."""
+        self._loaded[loaded.request.name] = loaded._replace(request=replace(loaded.request, loaded=True))
         self._release(loaded.request.name)
 
     def _release(self, name: str, needed: tuple[str, ...] = ()) -> None:

@@ -47,6 +47,7 @@ SAMPLES = {
     "lora_memory": "512MiB", "max_cpu_lora_memory": "2GiB", "enforce_eager": True, "batch_invariant": True,
     "tensor_parallel_size": 1, "distributed_executor_backend": "mp",
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    "kv_events_config": {"enable_kv_cache_events": True, "topic": "kv"}, "data_parallel_rank": 3,
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ async def derender_chat(request: Request) -> Response:
             with old_names(chat):
                 plan = await chat_plan(accepted, chat, normalize_messages(chat.messages), prompt=prompt or None)
         params, prompt, make_parser = plan.params, plan.prompt, plan.make_parser
-    choices = []
+    choices: list[dict[str, Any]] = []
     for index, given in enumerate(answer.choices):
         place = f"generate_response.choices[{index}]"
         choice = await _choice(serving, lora, given, params, prompt or [], tokenizer, place)
@@ -112,7 +112,7 @@ async def derender_completion(request: Request) -> Response:
                 raise invalid("echo", "is not available: the answers have no prompt")
             params = completion.sampling_params(await serving.llm.sampling_defaults.of(lora), max_tokens=None)
     completion.return_token_ids = completion.return_draft_status = None
-    choices = []
+    choices: list[dict[str, Any]] = []
     for number, answer in enumerate(answers):
         for index, given in enumerate(answer.choices):
             place = f"generate_responses[{number}].choices[{index}]"

@@ -158,7 +158,8 @@ def test_loads_of_a_reload_are_in_flight_together() -> None:
         async def localize(request: LoRARequest, *, again: bool = False) -> LoRARequest:
             return request
 
-        sources = SimpleNamespace(folders_of=lambda name: (), restrict=lambda name, needed=(): None)
+        memory = SimpleNamespace(find=lambda name, path: None)
+        sources = SimpleNamespace(folders_of=lambda name: (), restrict=lambda name, needed=(): None, memory=memory)
         adapters = LoadedAdapters(start, call, localize, sources)  # type: ignore[arg-type]
         adapters.adopt([*map(info, ["l0", "l1"]), info("n0", ""), info("n1", ""), *map(info, ["l2", "l3", "l4"])])
         await adapters.reload_after_restart(call)
@@ -184,5 +185,22 @@ def test_nothing_is_forgotten_when_the_process_dies_in_a_reload(model_path: str,
             await until(lambda number=number: llm.num_restarts == number and llm.engine_pid is not None)  # type: ignore[misc]
         await until(lambda: llm.state == "ready")
         assert [info.name for info in await llm.adapters.list()] == names
+
+    run(make(model_path), scenario)
+
+
+def test_a_request_accepted_before_a_load_in_place_runs_on_the_new_version(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await llm.adapters.load(LoRARequest("sql", path="/old"))
+        accepted = llm.adapters.requests["sql"]
+        await llm.adapters.load(LoRARequest("sql", path="/new"), load_inplace=True)
+        for lora, path in ((accepted, "/new"), (LoRARequest("sql", path="/old"), "/old")):
+            prepared = await llm.prepare([5], lora_request=lora)
+            (sequence,) = await llm.requests.sequences(prepared, "x")
+            assert isinstance(sequence.lora, LoRARequest)
+            assert (sequence.lora.path, sequence.lora.loaded) == (path, path == "/new")
+        await llm.adapters.unload("sql")
+        with pytest.raises(NotFoundError, match="unloaded"):
+            await llm.requests.sequences(await llm.prepare([5], lora_request=accepted), "x")
 
     run(make(model_path), scenario)

@@ -37,7 +37,8 @@ def test_a_template_of_a_tenants_own_adapter_is_not_trusted(people, root):
     assert people.acme.load("support").status_code == 200
     for model, prompt in (("support", "u:hi|a:"), ("sql", "own u:hi|a:")):
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
-        assert people.acme.post("/v1/chat/completions", body).status_code == 200
+        response = people.acme.post("/v1/chat/completions", body)
+        assert response.status_code == 200, response.text
         assert people.llm.tokenizer.decode(people.llm.calls[-1]["prompt"]["prompt_token_ids"]) == prompt
 
 
