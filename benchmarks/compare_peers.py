@@ -2,7 +2,7 @@
 
     python benchmarks/compare_peers.py --models DIR --output-json F
         [--peers vllm,transformers,openvino,llamacpp] [--modes base,lora,ngram,draft,int8,int4,w8a8,w4a16]
-        [--sizes small,medium,smollm2] [--rounds 3]
+        [--sizes small,medium,smollm2] [--rounds 3] [--head DIR --chats FILE]
 
 Each peer gets an environment of its own below --envs, made once (some GB each, a few minutes). --models gets what it
 lacks: `small` (30M, Llama shape), `medium` (494M, Qwen2 shape), 8 adapters of ranks 8 and 16 for each, `draft`
@@ -19,7 +19,8 @@ Outrider runs there a second time as `outrider-adaptive`, where it chooses how m
 the weights as each engine does while loading or exporting: int4 in groups of 128 (smollm2: Outrider 32, OpenVINO 64),
 llama.cpp Q8_0, Q4_0 and Q4_K_M; `w8a8` and `w4a16` are checkpoints of compressed-tensors, which vLLM reads too.
 transformers has base and lora alone: its assisted generation takes one request at a time, as llama.cpp does in every
-mode. Ctrl-C ends the run and keeps what there is.
+mode. `chat` and `eagle3` answer the prompts of `--chats`, without drafts and with 4 of the EAGLE-3 head `--head` (of
+smollm2 alone; vLLM); 8 of them, so many at once as there are requests. Ctrl-C ends the run and keeps what there is.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -38,13 +40,16 @@ from typing import Any
 from peers.environments import PEERS, Engine, PeerError, export_to_openvino, make_gguf, prepare
 from peers.report import ADAPTIVE, NOTE, OURS, summarize, tables
 from peers.session import SIZES, Case, Results, Session, Size
-from peers.worker import STORED
+from peers.worker import CHATS, STORED
 
+from outrider.models.checkpoint.tokenizer import load_tokenizer
 from outrider.platform.cli.bench.bench_options import write_json
 from outrider.platform.cli.bench.machine import describe_machine
+from outrider.platform.cli.bench.prompt_files import encode, read_prompts
 from outrider.platform.cli.options.option_types import positive
 
 MODES = ("base", "lora", "ngram", "draft", "int8", "int4", *STORED)
+"""Those without files of the user's, which are measured by default."""
 MODELS = ("small", "medium")
 REAL = "smollm2"
 """Model that is not made here: `tools/real_models.py` makes it."""
@@ -66,15 +71,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="folder of the models")
     parser.add_argument("--output-json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--peers", type=_names(PEERS), default=list(PEERS), help="(default: all)")
-    parser.add_argument("--modes", type=_names(MODES), default=list(MODES), help="(default: all)")
+    parser.add_argument(
+        "--modes", type=_names((*MODES, *CHATS)), default=list(MODES), help="(default: all but chat and eagle3)"
+    )
     parser.add_argument(
         "--sizes", type=_names((*MODELS, REAL)), default=list(MODELS), help="of the model (default: small,medium)"
     )
     parser.add_argument("--requests", type=_requests, default=list(SIZES), help="(default: 1,8,32)")
+    parser.add_argument("--head", type=Path, metavar="DIR", help="EAGLE-3 head of smollm2, for mode eagle3")
+    parser.add_argument("--chats", type=Path, metavar="FILE", help="prompts of modes chat and eagle3, JSONL")
     parser.add_argument("--rounds", type=positive, default=3, help="(default: %(default)s)")
     parser.add_argument("--envs", type=Path, default=ENVS, metavar="DIR", help="(default: %(default)s)")
     parser.add_argument("--timeout", type=positive, default=900, help="seconds for one answer (default: %(default)s)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if set(CHATS) & set(options.modes) and (options.chats is None or options.sizes != [REAL]):
+        parser.error(f"--modes chat and eagle3 need --chats, and --sizes {REAL}")
+    if "eagle3" in options.modes and options.head is None:
+        parser.error("--modes eagle3 needs --head")
+    return options
 
 
 def _names(known: Sequence[str] | dict[str, Any]) -> Any:
@@ -103,6 +117,7 @@ def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, En
     names = [*options.sizes, *(["draft"] if with_draft else [])]
     if REAL in names and not (models / REAL).exists():
         (models / REAL).symlink_to(_real_model())
+    _put_chats(options, models)
     make_missing(models, names, options.sizes if "lora" in options.modes else [], say)
     for model, mode in itertools.product(options.sizes, options.modes):
         if mode in STORED:
@@ -124,6 +139,18 @@ def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, En
     return engines
 
 
+def _put_chats(options: argparse.Namespace, models: Path) -> None:
+    """Put the head, and the chats' token ids, at the places where workers read them."""
+    if options.chats is not None:
+        tokenizer = load_tokenizer(models / REAL)
+        ids = [encode(tokenizer, prompt.content, "--chats") for prompt in read_prompts(options.chats, "--chats")]
+        (models / f"{REAL}-chats.json").write_text(json.dumps(ids), encoding="utf-8")
+    if options.head is not None:
+        place = models / f"{REAL}-eagle3"
+        place.unlink(missing_ok=True)
+        place.symlink_to(options.head.resolve())
+
+
 def _real_model() -> Path:
     command = [sys.executable, str(Path(__file__).resolve().parent.parent / "tools" / "real_models.py")]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -133,7 +160,7 @@ def _real_model() -> Path:
 def engines_for(case: Case, peers: dict[str, Engine]) -> list[Engine]:
     """Engines of a mode: Outrider, for `ngram` and `draft` in two configurations, and the peers that have it."""
     ours = [Engine(OURS, Path(sys.executable))]
-    if case.mode in ("ngram", "draft"):
+    if case.mode in ("ngram", "draft", "eagle3"):
         ours.append(Engine(ADAPTIVE, Path(sys.executable), worker_engine=OURS, arguments=("--adaptive",)))
     others = {name: engine for name, engine in peers.items() if case.mode in PEERS[name].modes}
     llamacpp = others.pop("llamacpp", None)

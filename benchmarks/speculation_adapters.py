@@ -26,6 +26,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from outrider.spec_decode.training.products import product_dtype  # noqa: E402
 from outrider.tools.demo_model.mixture import ADAPTERS  # noqa: E402
 from outrider.tools.demo_model.templates import Document  # noqa: E402
 from outrider.tools.demo_model.training import PROJECTIONS  # noqa: E402
@@ -52,24 +53,27 @@ def mean_loss(model: Any, chats: list[tuple[Tensor, Tensor]]) -> Tensor:
     decoder = model.get_base_model()
     hidden = decoder.model(input_ids=ids.clamp(min=0)[:, :-1], use_cache=False).last_hidden_state
     counts = labels[:, 1:] != IGNORED
-    return F.cross_entropy(decoder.lm_head(hidden[counts]), labels[:, 1:][counts])
+    return F.cross_entropy(decoder.lm_head(hidden[counts]).float(), labels[:, 1:][counts])
 
 
 def train_adapter(model: str, task: str, steps: int, folder: Path) -> None:
     """Train the adapter of a task and write it."""
     torch.manual_seed(0)
+    products = product_dtype(torch.bfloat16, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=products), config)
     optimizer = torch.optim.AdamW((p for p in adapted.parameters() if p.requires_grad), weight_decay=0.0)
     rng = Random(0)
     for step in range(steps):
-        loss = mean_loss(adapted, [encode(tokenizer, ADAPTERS[task](rng)) for _ in range(CHATS)])
+        chats = [encode(tokenizer, ADAPTERS[task](rng)) for _ in range(CHATS)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=products == torch.bfloat16):
+            loss = mean_loss(adapted, chats)
         loss.backward()
         optimizer.param_groups[0]["lr"] = RATE * min((step + 1) / WARMUP, (steps - step) / (steps - WARMUP))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % 10 == 9:
+        if step % 5 == 4:
             logging.info("%s, step %d of %d: loss %.3f", task, step + 1, steps, loss.item())
     config.base_model_name_or_path = Path(model).name
     config.target_modules = list(PROJECTIONS)

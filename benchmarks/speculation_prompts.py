@@ -1,13 +1,15 @@
 """Prompts for drafters of a chat model: to train them on the model's answers, and to measure them on others.
 
-    python benchmarks/speculation_prompts.py OUT_DIR [--chats 5000] [--adapter-chats 1500]
+    python benchmarks/speculation_prompts.py OUT_DIR [--chats 5000] [--adapter-chats 1500] [--model MODEL --own 6000]
 
     OUT_DIR/chat.jsonl           questions, tasks and texts to rewrite: templates filled with topics
+    OUT_DIR/own.jsonl            with --model: what the model itself writes as a user (Magpie, arXiv:2406.08464), of
+                                 more topics than lists have, without those held out
     OUT_DIR/{json,sql,support}.jsonl   requests to the adapters of speculation_adapters.py
     OUT_DIR/held-out-*.jsonl     prompts to measure on. Neither the topics nor the templates of `held-out-chat.jsonl`
                                  are in chat.jsonl; `held-out-rewriting.jsonl` has other texts and edits than chat.jsonl
 
-A line is {"messages": [...]}. Everything depends on the seed alone.
+A line is {"messages": [...]}. Everything but own.jsonl depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from outrider.tools.demo_model.templates import Slots  # noqa: E402
 TASKS = ("json", "sql", "support")
 HELD_OUT = 32
 """Prompts of each kind to measure on."""
+OWN_TOKENS, SHORTEST = 48, 12
+"""Longest prompt that a model writes itself, in tokens, and shortest, in characters."""
 
 # Kind of topic: topics. Every eighth topic of a kind is held out.
 _TOPICS = {
@@ -159,6 +163,28 @@ def task_chats(rng: Random, task: str) -> Iterator[str]:
             yield messages[-2][1]
 
 
+def own_chats(model: str, count: int) -> list[str]:
+    """What a chat model writes after the beginning of a user's turn, at temperature 0.8: about four fifths of `count`,
+    since long turns, repetitions and those that name a topic held out are dropped."""
+    from outrider import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0.8, max_tokens=OWN_TOKENS)
+    with LLM(model, max_num_seqs=128, max_model_len=256) as llm:
+        tokenizer = llm.get_tokenizer()
+        whole = tokenizer.apply_chat_template([{"role": "user", "content": "\1"}], tokenize=False)
+        ids = tokenizer.encode(whole.partition("\1")[0], add_special_tokens=False)
+        found = [output.outputs[0] for output in llm.generate([{"prompt_token_ids": ids}] * count, params)]
+    named = [
+        re.escape(re.sub("^(a|an|the) ", "", topic))
+        for topics in _TOPICS.values()
+        for number, topic in enumerate(topics.split("|"))
+        if is_held_out(number, 0, topic=True)
+    ]
+    held_out = re.compile(rf"\b({'|'.join(named)})\b", re.IGNORECASE)
+    texts = dict.fromkeys(one.text.strip() for one in found if one.finish_reason == "stop")
+    return [text for text in texts if len(text) >= SHORTEST and "<|" not in text and not held_out.search(text)]
+
+
 def write_prompts(file: Path, prompts: list[str]) -> None:
     """Write one chat a line."""
     lines = (json.dumps({"messages": [{"role": "user", "content": prompt}]}, ensure_ascii=False) for prompt in prompts)
@@ -172,6 +198,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="OUT_DIR")
     parser.add_argument("--chats", type=int, default=5000, help="of them an eighth to rewrite (default: %(default)s)")
     parser.add_argument("--adapter-chats", type=int, default=1500, help="for each adapter (default: %(default)s)")
+    parser.add_argument("--model", help="chat model that writes own.jsonl")
+    parser.add_argument("--own", type=int, default=6000, help="turns that it writes (default: %(default)s)")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     rng = Random(0)
@@ -181,6 +209,8 @@ def main() -> None:
     rewritten = [rewriting(rng, held_out=False) for _ in range(options.chats // 8)]
     learned = learned[: options.chats - len(rewritten)] + rewritten
     rng.shuffle(learned)
+    if options.model:
+        write_prompts(options.folder / "own.jsonl", own_chats(options.model, options.own))
     write_prompts(options.folder / "chat.jsonl", learned)
     write_prompts(options.folder / "held-out-chat.jsonl", measured[:HELD_OUT])
     again = [rewriting(rng, held_out=True) for _ in range(HELD_OUT)]

@@ -4,7 +4,7 @@ learnt from their traffic; then adaptive drafting in batches.
     python benchmarks/speculation_table.py --model MODEL --heads DIR --adapters DIR --prompts DIR --work DIR \\
         --output-json benchmarks/results/speculation-smollm2.json [--parts 'chat;rewriting;...']
 
-    HEADS/{eagle3,dflash}                   written by `outrider train-draft`
+    HEADS/{eagle3,dflash}                   written by `outrider train-draft`; dflash may be missing
     ADAPTERS/{json,sql,support}             PEFT adapters, with draft weights for the EAGLE-3 head in draft/eagle3
     PROMPTS/[held-out-]*.jsonl              written by speculation_prompts.py
 
@@ -47,44 +47,46 @@ MAX_TOKENS, MAX_LENGTH = 96, 512
 DRAFTS = 4
 """Drafts a step of heads with a fixed number."""
 TENANT = "learning"
-BATCHES = "1,4,16,32"
+HEADS = ("eagle3", "dflash")
+BATCHES = "4,16,32"
 
 
 def parts_of(options: argparse.Namespace) -> dict[str, list[str]]:
     """Options of `outrider bench speculation` by part."""
-    heads = [word for name in ("eagle3", "dflash") for word in (f"--{name}", str(options.heads / name))]
+    found = [name for name in HEADS if (options.heads / name).is_dir()]
+    heads = [word for name in found for word in (f"--{name}", str(options.heads / name))]
     loras = [word for task in TASKS for word in ("--lora", f"{task}={options.adapters / task}")]
+    dflash = "dflash:4,adaptive:dflash:4," if "dflash" in found else ""
     modes = {
-        "chat": "off,ngram:1,ngram:4,suffix:8,eagle3:1,eagle3:2,eagle3:4,dflash:4,"
-        "adaptive:ngram:16,adaptive:eagle3:16,adaptive:dflash:4,oracle:8",
-        "rewriting": "off,ngram:4,ngram:16,suffix:8,eagle3:4,dflash:4,adaptive:ngram:16,adaptive:eagle3:16,oracle:16",
+        "chat": f"off,ngram:4,suffix:8,eagle3:2,eagle3:4,{dflash}adaptive:ngram:16,adaptive:eagle3:16,oracle:8",
+        "rewriting": f"off,ngram:4,suffix:8,eagle3:4,{dflash}adaptive:ngram:16,adaptive:eagle3:16,oracle:16",
         "adapters": "off,ngram:4,suffix:8,eagle3:2,eagle3:4,adaptive:eagle3:16,oracle:8",
-        "batches": "off,adaptive:eagle3:16",
     }
     single = ["--batch-sizes", "1", "--rounds", str(options.rounds)]
-    batches = ["--modes", modes["batches"], "--rounds", str(max(1, options.rounds - 1))]
-    queued = ["--batch-sizes", "4,16,32", "--queue", "2"]
+    batches = ["--modes", "off,adaptive:eagle3:16", "--batch-sizes", BATCHES, "--tasks", "base", *heads]
     parts: dict[str, list[str]] = {}
     for kind in ("chat", "rewriting"):
         parts[kind] = ["--modes", modes[kind], "--tasks", "base", *prompts_of(options, kind), *heads, *single]
     parts["adapters"] = ["--modes", modes["adapters"], "--tasks", ",".join(TASKS), *loras, *heads, *single]
     parts["adapters"] += prompts_of(options, *TASKS)
-    for kind in ("chat", "rewriting"):
-        random = ["--random-text"] if kind == "chat" else []
-        common = [*batches, "--tasks", "base", *prompts_of(options, kind), *heads, *random]
-        parts[f"{kind}, closed"] = [*common, "--batch-sizes", BATCHES]
-        parts[f"{kind}, queued"] = [*common, *queued]
+    for queue, length, rounds in (("closed", "1", max(1, options.rounds - 1)), ("queued", "2", 1)):
+        for kind in ("chat", "rewriting"):
+            random = ["--random-text"] if kind == "chat" else []
+            run = ["--queue", length, "--rounds", str(rounds), *prompts_of(options, kind, count=16), *random]
+            parts[f"{kind}, {queue}"] = [*batches, *run]
     return parts
 
 
-def prompts_of(options: argparse.Namespace, *kinds: str) -> list[str]:
-    """Option with the held-out prompts of these kinds; those of tasks name the adapter."""
-    file = options.work / f"prompts-{'-'.join(kinds)}.jsonl"
+def prompts_of(options: argparse.Namespace, *kinds: str, count: int | None = None) -> list[str]:
+    """Option with `count` held-out prompts of each of these kinds (default: `--num-prompts`); those of tasks name the
+    adapter."""
+    count = count or options.num_prompts
+    file = options.work / f"prompts-{'-'.join(kinds)}-{count}.jsonl"
     lines = []
     for kind in kinds:
         found = (options.prompts / f"held-out-{kind}.jsonl").read_text(encoding="utf-8").splitlines()
         adapter = {"adapter": kind} if kind in TASKS else {}
-        lines += [json.dumps(json.loads(line) | adapter) + "\n" for line in found[: options.num_prompts]]
+        lines += [json.dumps(json.loads(line) | adapter) + "\n" for line in found[:count]]
     file.write_text("".join(lines), encoding="utf-8")
     return ["--prompts", str(file)]
 
@@ -152,7 +154,7 @@ def measure_learning(options: argparse.Namespace, file: Path) -> None:
     tokenizer = load_tokenizer(path)
     eos = tuple(sorted(eos_token_ids(path, tokenizer)))
     rows = []
-    for task in TASKS:
+    for task in options.learning.split(","):
         bare = options.work / f"bare-{task}"
         if not bare.exists():
             shutil.copytree(options.adapters / task, bare, ignore=shutil.ignore_patterns("draft"))
@@ -231,8 +233,9 @@ def drafters_table(runs: dict[str, Any]) -> dict[str, Any]:
         limit = oracles.get(row["task"])
         share = {"of_oracle": row["speedup"] / limit if limit else None}
         texts[f"`{row['task']}`, after {row['requests']} requests"] = {"eagle3:4": cell(row | share)}
-    rows = [[name, *(found.get(mode, "") for mode in COLUMNS)] for name, found in sorted(texts.items())]
-    return {"head": ["", *COLUMNS.values()], "rows": rows}
+    columns = {mode: name for mode, name in COLUMNS.items() if any(mode in found for found in texts.values())}
+    rows = [[name, *(found.get(mode, "") for mode in columns)] for name, found in sorted(texts.items())]
+    return {"head": ["", *columns.values()], "rows": rows}
 
 
 def batches_table(runs: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +248,7 @@ def batches_table(runs: dict[str, Any]) -> dict[str, Any]:
                 cells.setdefault(name, {})[row["batch_size"]] = f"{row['speedup']:.2f}"
     sizes = [int(size) for size in BATCHES.split(",")]
     return {
-        "head": ["adaptive over off", "1 request", *map(str, sizes[1:])],
+        "head": ["adaptive over off", f"{sizes[0]} requests", *map(str, sizes[1:])],
         "rows": [[name, *(found.get(size, "") for size in sizes)] for name, found in cells.items()],
     }
 
@@ -267,15 +270,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR")
     parser.add_argument("--output-json", type=Path, metavar="FILE")
     parser.add_argument("--parts", help="separated by semicolons (default: all)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--num-prompts", type=int, default=4, help="of a kind, with one request at a time")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--learning", default=TASKS[-1], help="adapters whose drafts learn (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=64, help="from which drafts learn, for each adapter")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     parts = parts_of(options)
     found = []
-    for name in options.parts.split(";") if options.parts else [*parts, "learning"]:
+    wanted = options.parts.split(";") if options.parts else [*list(parts)[:3], "learning", *list(parts)[3:]]
+    for name in wanted:
         file = options.work / f"{name.replace(', ', '-')}.json"
         started = time.perf_counter()
         if not file.exists():

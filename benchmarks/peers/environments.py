@@ -150,7 +150,12 @@ class Peer:
 
 
 PEERS = {
-    "vllm": Peer(_install_vllm, ("vllm", "torch"), ("base", "lora", "ngram", "draft", "w8a8", "w4a16"), _preload),
+    "vllm": Peer(
+        _install_vllm,
+        ("vllm", "torch"),
+        ("base", "lora", "ngram", "draft", "chat", "eagle3", "w8a8", "w4a16"),
+        _preload,
+    ),
     # Its assisted generation takes one request at a time.
     "transformers": Peer(_install_transformers, ("transformers", "peft", "torch"), ("base", "lora")),
     "openvino": Peer(

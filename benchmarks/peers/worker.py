@@ -32,6 +32,9 @@ QUANTIZED = ("int8", "int4")
 """Modes with quantised weights; of int4 in groups of 128, or llama.cpp's blocks of 32."""
 STORED = ("w8a8", "w4a16")
 """Modes with a quantised checkpoint: int8 with inputs in int8, and int4 in groups of 128."""
+CHATS = ("chat", "eagle3")
+"""Modes whose prompts are those of `MODEL-chats.json`, lists of token ids; a round answers `NUM_CHATS` of them."""
+NUM_CHATS = 8
 MAX_NGRAM = 3
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 32
@@ -75,10 +78,12 @@ def _llm(options: argparse.Namespace, module: Any, lora_request: Any) -> Generat
         arguments["model"] = f"{path}-{options.mode}"
     if options.mode == "lora":
         arguments |= {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": 16}
-    if options.mode in ("ngram", "draft"):
-        speculative = {"method": "ngram", "prompt_lookup_max": MAX_NGRAM}
-        if options.mode == "draft":
-            speculative = {"method": "draft_model", "model": f"{options.models}/draft"}
+    drafters: dict[str, dict[str, Any]] = {
+        "ngram": {"method": "ngram", "prompt_lookup_max": MAX_NGRAM},
+        "draft": {"method": "draft_model", "model": f"{options.models}/draft"},
+        "eagle3": {"method": "eagle3", "model": f"{path}-eagle3"},
+    }
+    if speculative := drafters.get(options.mode):
         arguments["speculative_config"] = {**speculative, "num_speculative_tokens": NUM_DRAFTS}
         if options.adaptive:
             arguments["speculative_config"]["adaptive"] = True
@@ -264,19 +269,27 @@ def versions(distributions: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def run_round(generate: Generate, requests: int, prompt: int, output: int) -> dict[str, Any]:
-    """Run and time one round, with all requests at once. A short round is repeated; `seconds` is the mean."""
+def run_round(
+    generate: Generate, requests: int, prompt: int, output: int, chats: Prompts | None = None
+) -> dict[str, Any]:
+    """Run and time one round, with all requests at once. A short round is repeated; `seconds` is the mean.
+
+    Args:
+        chats: prompts instead of random ones; so many at once, until `NUM_CHATS` have been answered.
+    """
     # The other engines have had the processor and its caches since the last round, and the first half of a second is
     # slower: not counted.
     generate(make_prompts(1, 32), 32)
-    prompts = make_prompts(requests, prompt)
+    parts = [make_prompts(requests, prompt)]
+    if chats is not None:
+        parts = [chats[first : first + requests] for first in range(0, max(NUM_CHATS, requests), requests)]
     repeats, started = 0, time.perf_counter()
     while repeats == 0 or time.perf_counter() - started < SHORTEST_ROUND:
-        outputs = generate(prompts, output)
+        outputs = [tokens for part in parts for tokens in generate(part, output)]
         repeats += 1
-    seconds = (time.perf_counter() - started) / repeats
+    seconds = (time.perf_counter() - started) / repeats / len(parts)
     lengths = [len(tokens) for tokens in outputs]
-    if lengths != [output] * requests:
+    if lengths != [output] * requests * len(parts):
         raise ValueError(f"asked for {requests} outputs of {output} tokens, got lengths {lengths}")
     return {"seconds": seconds, "repeats": repeats, "first_tokens": [tokens[0] for tokens in outputs]}
 
@@ -286,6 +299,10 @@ def serve(options: argparse.Namespace, answer: Callable[[dict[str, Any]], None])
     load, distributions = ENGINES[options.engine]
     started = time.perf_counter()
     generate = load(options)
+    chats = None
+    if options.mode in CHATS:
+        with open(f"{options.models}/{options.model}-chats.json", encoding="utf-8") as file:
+            chats = json.load(file)
     answer({"load_seconds": time.perf_counter() - started, "versions": versions(distributions)})
     for line in sys.stdin:
         message = json.loads(line)
@@ -293,7 +310,7 @@ def serve(options: argparse.Namespace, answer: Callable[[dict[str, Any]], None])
             generate(make_prompts(message["requests"], message["prompt"]), message["output"])
             answer({})
         else:
-            answer(run_round(generate, **message))
+            answer(run_round(generate, **message, chats=chats))
 
 
 def main() -> None:
@@ -302,7 +319,9 @@ def main() -> None:
     parser.add_argument("--engine", choices=list(ENGINES), required=True)
     parser.add_argument("--models", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--mode", choices=["base", "lora", "ngram", "draft", *QUANTIZED, *STORED], required=True)
+    parser.add_argument(
+        "--mode", choices=["base", "lora", "ngram", "draft", *CHATS, *QUANTIZED, *STORED], required=True
+    )
     parser.add_argument("--gguf", default="BF16", help="type of the GGUF file that llama.cpp reads")
     parser.add_argument("--adaptive", action="store_true", help="the number of drafts is the engine's choice, up to 4")
     options = parser.parse_args()

@@ -100,6 +100,12 @@ class TrainOptions:
         methods=(*_EAGLE, "draft-lora"),
         within=(1, 32),
     )
+    unroll_every: int = _option(
+        1,
+        "unroll in one of so many steps of training, and train the first draft alone in the others",
+        "Heads",
+        methods=_EAGLE,
+    )
     hidden_size: int | None = _option(
         None, "hidden size of the head (default: the target's)", "Heads", methods=("eagle3",)
     )
@@ -185,7 +191,7 @@ class TrainOptions:
         for name, one in declared_options(TrainOptions).items():
             if one.methods is not None and name in given and self.method not in one.methods:
                 raise wrong(name, f"is for --method {' and '.join(one.methods)}, not for {self.method}")
-            if self.draft is not None and name in given and one.group == "Heads" and name != "unroll":
+            if self.draft is not None and name in given and one.group == "Heads" and "unroll" not in name:
                 raise wrong(name, "is for a new head; --draft names one that has its sizes")
         if self.optimizer == "muon" and self.method in _LORA:
             raise wrong("optimizer", f"muon is for the matrices of heads, of which {self.method} trains none")

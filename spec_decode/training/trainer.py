@@ -132,6 +132,7 @@ class Trainer:
         factor = rate_factor(step, self.steps, self._options.warmup)
         for optimizer, rate in zip(self._optimizers, self._rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * factor
+        self._drafter.whole = step % self._options.unroll_every == 0
         with self._precision():
             loss = self._drafter.loss(self._learned[number])
         if not bool(torch.isfinite(loss)):

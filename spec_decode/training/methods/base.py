@@ -30,6 +30,9 @@ STEP_DECAY = 0.8
 class TrainedDrafter(nn.Module, ABC):
     """A network that is trained to guess tokens."""
 
+    whole = True
+    """False in training steps that leave out all but the first step of an unroll (`--unroll-every`)."""
+
     @abstractmethod
     def loss(self, features: Features) -> Tensor:
         """The mean loss of a batch, a scalar."""

@@ -51,6 +51,10 @@ class EagleHead(TrainedDrafter):
         """[..., H] as the lm_head reads it."""
         return state
 
+    def _unrolled_steps(self, features: Features) -> list[tuple[Tensor, Tensor]]:
+        """The steps that the loss counts."""
+        return list(self.steps(features, self._unroll if self.whole or not self.training else 1))
+
     @property
     def lm_head_weight(self) -> Tensor:
         """[draft vocabulary, H]."""
@@ -83,7 +87,7 @@ class EagleHead(TrainedDrafter):
 
     def loss(self, features: Features) -> Tensor:
         """Mean over the steps of the unroll, each further one weighted less."""
-        return self.token_loss(list(self.steps(features, self._unroll)), features)
+        return self.token_loss(self._unrolled_steps(features), features)
 
     def token_loss(self, steps: Sequence[tuple[Tensor, Tensor]], features: Features) -> Tensor:
         """Cross entropy of the unroll over the draft vocabulary, at labels whose next token is in it."""
@@ -297,7 +301,7 @@ class Eagle1Head(EagleHead):
 
     def loss(self, features: Features) -> Tensor:
         """Smooth L1 to the target's hidden states plus cross entropy of the tokens, both averaged over the unroll."""
-        steps = list(self.steps(features, self._unroll))
+        steps = self._unrolled_steps(features)
         losses = [_state_loss(hidden, features.labels.states[index]) for hidden, index in steps]
         factors = [STEP_DECAY**number for number in range(len(steps))]
         total = torch.stack([factor * loss for factor, loss in zip(factors, losses, strict=True)]).sum()

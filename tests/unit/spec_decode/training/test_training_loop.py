@@ -18,6 +18,7 @@ from outrider.spec_decode.training import run as run_module
 from outrider.spec_decode.training import target as target_module
 from outrider.spec_decode.training.data import plan_batches
 from outrider.spec_decode.training.measurement import count_rounds, summarize
+from outrider.spec_decode.training.methods.eagle_head import Eagle3Head
 from outrider.spec_decode.training.run import train_draft
 from outrider.spec_decode.training.target import Target, choose_aux_layers, import_peft
 from outrider.spec_decode.training.trainer import rate_factor
@@ -66,8 +67,9 @@ def read_log(options):
 )
 def test_a_resumed_run_ends_like_an_uninterrupted_one(method, number, options, samples, folders, tmp_path):
     more = {"draft": folders.draft, "adapter": folders.adapter} if method == "draft-lora" else {}
-    unroll = 2 if method in ("eagle3", "eagle") else None
-    whole = options(method, output=str(tmp_path / "whole"), unroll=unroll, **more)
+    if method in ("eagle3", "eagle"):
+        more = {"unroll": 2, "unroll_every": 2}
+    whole = options(method, output=str(tmp_path / "whole"), **more)
     train_draft(whole, samples[8:], samples[:8])
     parts = dataclasses.replace(whole, output=str(tmp_path / "parts"))
     (tmp_path / "parts").mkdir()
@@ -170,6 +172,18 @@ def test_a_run_that_is_over_stays_as_it_is(options, samples, tmp_path):
     assert again.per_position == pytest.approx(measured.per_position, abs=1e-4)
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert [line["step"] for line in read_log(chosen)] == [0, 3, 6]
+
+
+def test_the_unroll_is_left_out_of_some_steps(options, samples, tmp_path, monkeypatch):
+    """Of those of training alone: measurements are of the whole unroll."""
+    seen = []
+    steps = Eagle3Head.steps
+    monkeypatch.setattr(
+        Eagle3Head, "steps", lambda head, features, n: seen.append((head.training, n)) or steps(head, features, n)
+    )
+    train_draft(options(output=str(tmp_path), steps=5, unroll=3, unroll_every=2), samples[8:], samples[:8])
+    assert [count for training, count in seen if training] == [3, 1, 3, 1, 3]
+    assert {count for training, count in seen if not training} == {3, options().k}
 
 
 def test_other_seeds_give_other_heads(options, samples, tmp_path):
