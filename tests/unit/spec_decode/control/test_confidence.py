@@ -55,7 +55,7 @@ def test_drafts_are_kept_by_the_rule_that_plans_them(is_fair):
         offers = [Offer(0, [math.prod(row[: j + 1]) for j in range(6)]) for row in rows]
         prices = StepPrices(lambda count, each=each: 1.0 + each * count, lambda drafter, count: 0.0)
         plan = best_plan(offers, prices, 5, fair=is_fair)
-        price = draft_price(plan, prices, 5, 20, is_fair=is_fair)
+        price = draft_price(plan, prices, 5, 5, is_fair=is_fair)
         kept = [ConfidenceFit().num_worthwhile(row, price) for row in rows]
         assert kept == pytest.approx(plan.num_drafts, abs=1)
         assert abs(sum(kept) - sum(plan.num_drafts)) <= 1
@@ -64,7 +64,7 @@ def test_drafts_are_kept_by_the_rule_that_plans_them(is_fair):
 @pytest.mark.parametrize("seconds", [1.0, 0.0], ids=["free", "not measured yet"])
 def test_free_drafts_are_all_kept(seconds):
     prices = StepPrices(lambda count: seconds, lambda drafter, count: 0.0)
-    price = draft_price(best_plan([], prices, 1, fair=True), prices, 1, 4, is_fair=True)
+    price = draft_price(best_plan([], prices, 1, fair=True), prices, 1, 1, is_fair=True)
     assert ConfidenceFit().num_worthwhile([0.01] * 8, price) == 8
 
 
