@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .platform.core.config import EngineArgs as AsyncEngineArgs
     from .platform.core.errors import (
         AdapterError,
+        AdapterReplacedError,
         AdapterSourceError,
         AsleepError,
         AuthenticationError,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         ShuttingDownError,
         UnsupportedModelError,
     )
-    from .platform.core.lora_request import LoRAMix, LoRARequest
+    from .platform.core.lora_request import LoRAMix, LoRARequest, TensorLoRARequest
     from .platform.core.messages import AdapterInfo, EngineInfo, EngineStats
     from .platform.core.outputs import CompletionOutput, RequestOutput
     from .platform.core.pooling import (
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from .platform.core.repetition import RepetitionDetectionParams
     from .platform.core.sampling_params import RequestOutputKind, SamplingParams
     from .platform.core.structured_outputs import StructuredOutputsParams
 
@@ -64,16 +66,17 @@ _NAMES_OF = {
     ".platform.core.beam_search": "BeamSearchParams",
     ".platform.core.config": "EngineArgs",
     ".platform.core.errors": """
-        AdapterError AdapterSourceError AsleepError AuthenticationError ConstraintCheckError EngineDeadError
-        InvalidRequestError InvalidUserInputError NotFoundError OutriderError OverloadedError PermissionDeniedError
-        PromptTooLongError RateLimitError ShuttingDownError UnsupportedModelError
+        AdapterError AdapterReplacedError AdapterSourceError AsleepError AuthenticationError ConstraintCheckError
+        EngineDeadError InvalidRequestError InvalidUserInputError NotFoundError OutriderError OverloadedError
+        PermissionDeniedError PromptTooLongError RateLimitError ShuttingDownError UnsupportedModelError
     """,
-    ".platform.core.lora_request": "LoRAMix LoRARequest",
+    ".platform.core.lora_request": "LoRAMix LoRARequest TensorLoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
     ".platform.core.outputs": "CompletionOutput RequestOutput",
     ".platform.core.pooling": """
         ClassificationRequestOutput EmbeddingRequestOutput PoolingParams PoolingRequestOutput ScoringRequestOutput
     """,
+    ".platform.core.repetition": "RepetitionDetectionParams",
     ".platform.core.sampling_params": "RequestOutputKind SamplingParams",
     ".platform.core.structured_outputs": "StructuredOutputsParams",
 }
@@ -85,6 +88,7 @@ __all__ = [
     "LLM",
     "AdapterError",
     "AdapterInfo",
+    "AdapterReplacedError",
     "AdapterSourceError",
     "AsleepError",
     "AsyncEngineArgs",
@@ -113,12 +117,14 @@ __all__ = [
     "PoolingRequestOutput",
     "PromptTooLongError",
     "RateLimitError",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "ScoringRequestOutput",
     "ShuttingDownError",
     "StructuredOutputsParams",
+    "TensorLoRARequest",
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedModelError",

@@ -17,7 +17,7 @@ DRAFT_LOADED = "loaded"
 
 
 class AdapterSource(NamedTuple):
-    """Folders of an adapter's files."""
+    """Folders of an adapter's files, or the files that are in memory."""
 
     path: str
     draft_path: str | None = None
@@ -26,11 +26,13 @@ class AdapterSource(NamedTuple):
     """Digest of the files as registered by another server (`files_digest`); None: not registered."""
     roots: tuple[str, ...] = ()
     """Real paths of the folders that must contain all files; see `AdapterFolder`."""
+    files: tuple[tuple[str, str], ...] = ()
+    """Files in memory, which are those of `AdapterFolder`; (): `path` is a folder."""
 
     @property
     def folder(self) -> AdapterFolder:
         """The adapter's folder, through which its files are opened."""
-        return AdapterFolder(self.path, tuple(self.roots))
+        return AdapterFolder(self.path, tuple(self.roots), files=tuple(self.files))
 
     def matches(self, asked: AdapterSource) -> bool:
         """True if a request for `asked` means this source. A request without a draft path means the registered one."""

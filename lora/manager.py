@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..platform.core.config import LoRAConfig
-from ..platform.core.errors import AdapterError, error_from_info
+from ..platform.core.errors import AdapterError, InvalidUserInputError, error_from_info
 from ..platform.core.request import Request
 from .device.batching import PlanRows, StepAdapters
 from .device.layers import LoraBatch
@@ -307,6 +307,19 @@ class AdapterManager:
     def close(self) -> None:
         """Stop the loader threads and the reader process."""
         self._transfers.close()
+
+    def check_base_may_change(self) -> None:
+        """Refuse (InvalidUserInputError) other weights of the base model while an adapter is loaded that was computed
+        from them when it was read: trained magnitudes (DoRA), or biases."""
+        for digest in self._residency.host:
+            adapter = self._residency.host.peek(digest)
+            if adapter.target.gains or adapter.target.biases:
+                names = ", ".join(sorted(version.name for version in self._registry.with_content(digest)))
+                raise InvalidUserInputError(
+                    f"the adapter {names} has magnitudes or biases that were computed from the base model's weights: "
+                    "unload it before these change, and load it again",
+                    param="path",
+                )
 
     def check_integrity(self) -> None:
         """Check that rows, tiers, versions and requests agree."""

@@ -198,6 +198,17 @@ class Decoder:
             slots.update({} if part is None else part.weight_slots())
         return slots if self.score is None else slots | self.score.weight_slots()
 
+    def weight_parts(self) -> list[Any]:
+        """Objects that hold all weights, the layers first; None for parts that it does not have. Two decoders of one
+        config have the same parts."""
+        ends = self._final_norm if self._ends is None else self._ends
+        return [*self.layers, self.embedding, self._inputs, ends, self.score]
+
+    def weights_changed(self) -> None:
+        """Drop what was computed from weights that are now others."""
+        for scales in self.cache_scales().values():
+            scales.weights_changed()
+
     def unused_tensors(self) -> set[str]:
         """Names of tensors that some checkpoints have, and that nothing reads."""
         return {name for layer in self.layers if isinstance(layer, VariedLayer) for name in layer.unused_tensors()}

@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", "docs/benchmarks.md", "docs/guides/models.md")
 BEGIN, NAME_END, END = "<!-- figures: ", " -->\n", "<!-- end -->"
-
 Row = dict[str, Any]
 LINE = 120
 """Characters of a line of prose."""
@@ -354,6 +353,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-demo": lambda: by_batch_size(is_demo=True),
     "speculation-real": lambda: written_table("speculation-smollm2", "drafters"),
     "speculation-real-batches": lambda: written_table("speculation-smollm2", "batches"),
+    "rollouts": lambda: written_table("rollouts", "rollouts"),
     "controller": controller,
     "families": families,
     "fleet": lambda: written_table("fleet", "fleet"),

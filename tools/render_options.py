@@ -11,13 +11,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from outrider.platform.core.config import EngineArgs
+from outrider.platform.core.kv_events import KVEventsConfig
 from outrider.platform.core.option import Option, declared_options
 from outrider.platform.core.speculative_config import SpeculativeConfig
 from outrider.platform.http.server_config import ServerConfig
 from outrider.spec_decode.training.options import TrainOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "options.md"
-OWNERS = {owner.__name__: owner for owner in (EngineArgs, ServerConfig, SpeculativeConfig, TrainOptions)}
+_OWNERS = (EngineArgs, KVEventsConfig, SpeculativeConfig, ServerConfig, TrainOptions)
+OWNERS = {owner.__name__: owner for owner in _OWNERS}
 MARK = re.compile(r"(?<=<!-- options: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 KINDS = {bool: "true or false", dict: "object", tuple: "list", str: "text"}
 BOUNDLESS = 1e6

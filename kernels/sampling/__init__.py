@@ -122,6 +122,24 @@ def top_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor
     return _reference.top_logprobs(logits, chosen, k)
 
 
+def logprobs_at(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of given tokens under softmax(logits).
+
+    Args:
+        logits: [R, V] float32.
+        ids: [R, M] int64 token ids.
+
+    Returns:
+        (logprobs [R, M] float32; ranks [R, M] int64, 1 + the number of strictly more likely tokens).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if logits.ndim != 2 or ids.ndim != 2 or ids.shape[0] != logits.shape[0]:
+        raise ValueError(f"logits {list(logits.shape)} and ids {list(ids.shape)} do not fit")
+    return _reference.logprobs_at(logits, ids)
+
+
 def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Maximum and sum of exponentials of each row, which a softmax needs.
 
@@ -138,4 +156,4 @@ def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
     return _reference.row_stats(logits)
 
 
-__all__ = ["GREEDY_TEMPERATURE", "filter_logits", "most_likely", "row_stats", "top_logprobs"]
+__all__ = ["GREEDY_TEMPERATURE", "filter_logits", "logprobs_at", "most_likely", "row_stats", "top_logprobs"]

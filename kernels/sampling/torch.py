@@ -164,3 +164,11 @@ def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
     """`sampling.row_stats` on any device."""
     top = logits.amax(dim=-1)
     return top, (logits - top.unsqueeze(1)).exp_().sum(dim=-1)
+
+
+def logprobs_at(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`sampling.logprobs_at` on any device."""
+    given = logits.gather(1, ids)
+    # One id at a time: a comparison of all at once would take their number times the memory of the logits.
+    ranks = [(logits > given[:, index : index + 1]).sum(dim=-1).add_(1) for index in range(ids.shape[1])]
+    return logits.log_softmax(dim=-1).gather(1, ids), torch.stack(ranks, dim=1) if ranks else ids.clone()

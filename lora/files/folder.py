@@ -40,12 +40,13 @@ class AdapterFiles:
     def source(self, request: LoRARequest) -> AdapterSource:
         """Return the folders that a request means here."""
         draft_path = request.draft_path if self._draft is not None else None
-        path = os.path.abspath(request.path)
-        return AdapterSource(path, draft_path and os.path.abspath(draft_path), request.digest, request.roots)
+        path = request.path if request.files else os.path.abspath(request.path)
+        draft_path = draft_path and os.path.abspath(draft_path)
+        return AdapterSource(path, draft_path, request.digest, request.roots, request.files)
 
     def check(self, source: AdapterSource) -> None:
         """Refuse (AdapterError) folders that do not exist, without reading a file."""
-        if not os.path.isdir(source.path):  # False, too, for a path that no file system takes
+        if not source.files and not os.path.isdir(source.path):  # False, too, for a path that no file system takes
             raise adapter_error(f"the adapter's folder {quote_path(source.folder.label)} does not exist")
         if source.draft_path is not None and not os.path.isdir(source.draft_path):
             label = AdapterFolder(source.draft_path, source.roots).label

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...platform.core.errors import (
     AdapterError,
@@ -34,6 +34,8 @@ UNLOAD_MODES = ("drain", "abort")
 
 MAX_LOAD_SECONDS = 1024
 """Durations of loads kept until the next `stats`."""
+Replaced: TypeAlias = list[Request] | None
+"""Gets the requests that a load in place replaces."""
 
 
 class Catalog:
@@ -72,11 +74,14 @@ class Catalog:
             return self._start_load(**arguments)
         return self._start_pin(**arguments) if verb == "pin" else None
 
-    def _start_load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> PendingLoad:
+    def _start_load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, replaced: Replaced = None
+    ) -> PendingLoad:
         self.wait(0)
         check = partial(self._check_free, request.name, load_inplace=load_inplace)
         check()
-        return self._start_read(AdapterVersion(request.name, self._files.source(request)), check, pinned=pinned)
+        version = AdapterVersion(request.name, self._files.source(request))
+        return self._start_read(version, check, pinned=pinned, replaced=replaced)
 
     def _start_pin(self, name: str) -> PendingLoad | None:
         self.wait(0)
@@ -86,10 +91,16 @@ class Catalog:
         again = AdapterVersion(name, version.source, expected=version.expected)
         return self._start_read(again, partial(self._check_unchanged, again), pinned=True)
 
-    def _start_read(self, version: AdapterVersion, check: Callable[[], None], *, pinned: bool) -> PendingLoad:
+    def _start_read(
+        self, version: AdapterVersion, check: Callable[[], None], *, pinned: bool, replaced: Replaced = None
+    ) -> PendingLoad:
         def register(adapter: Adapter) -> AdapterVersion:
             check()
-            return self._register(version, adapter, pinned=pinned)
+            registered = self._register(version, adapter, pinned=pinned)
+            if replaced is not None:
+                earlier = self._registry.requests_of(version.name)
+                replaced.extend(request for request in earlier if request.adapter.digest != adapter.digest)
+            return registered
 
         self._loads[version] = pending = PendingLoad(register, self.wait, self.info)
         self._transfers.start_read(version)
@@ -105,20 +116,23 @@ class Catalog:
         if not load_inplace and self._registry.find(name) is not None:
             raise InvalidUserInputError(f"The lora adapter '{name}' has already been loaded.", param="lora_name")
 
-    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+    def load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, replaced: Replaced = None
+    ) -> AdapterInfo:
         """Read, check and register an adapter now.
 
         Args:
             request: Name and folders.
-            load_inplace: Replace an adapter of this name; requests on it finish on the version that they began with.
+            load_inplace: Replace an adapter of this name.
             pinned: Keep it on the device, where it is when this returns.
+            replaced: Gets the requests on earlier versions, for the caller to abort; None: they finish there.
 
         Raises:
             AdapterError: the adapter cannot be served; an adapter registered under the name stays.
             InvalidUserInputError: the name is taken and `load_inplace` is not set, or it cannot be pinned: too many
                 are, or running requests leave no room for it now.
         """
-        pending = self._start_load(request, load_inplace=load_inplace, pinned=pinned)
+        pending = self._start_load(request, load_inplace=load_inplace, pinned=pinned, replaced=replaced)
         return self._info_after_write(pending.version(), wait=pinned)
 
     def _register(self, version: AdapterVersion, adapter: Adapter, *, pinned: bool) -> AdapterVersion:
@@ -222,6 +236,7 @@ class Catalog:
             text = "adapter %r is served without its %d tensors of a vision tower, such as %r"
             logger.warning(text, version.name, len(left_out), left_out[0])
         self._registry.take_content(version, adapter)
+        self._residency.counts.loaded(version.label, "host")
 
     # --- unloads ---
 
@@ -298,28 +313,35 @@ class Catalog:
         if known is not None and known.digest in self._residency.host:
             return known  # the files of its parts are not needed
         for part in lora.parts:
-            self._files.check(self._files.source(part.request))
+            version = self._match(part.request)
+            self._files.check(self._files.source(part.request) if version is None else version.source)
         parts = tuple(VersionPart(self._version_of_adapter(part.request), part.weight) for part in lora.parts)
         return self._registry.mix(lora.name, parts)
 
     def _find_mix(self, mix: LoRAMix) -> AdapterVersion | None:
         parts = []
         for request, weight in mix.parts:
-            version = self._registry.match(request.name, self._files.source(request))
+            version = self._match(request)
             if version is None:
                 return None
             parts.append(VersionPart(version, weight))
         return self._registry.find_mix(tuple(parts))
 
     def _version_of_adapter(self, request: LoRARequest) -> AdapterVersion:
-        source = self._files.source(request)
-        version = self._registry.match(request.name, source)
+        version = self._match(request)
         if version is None:
+            source = self._files.source(request)
             self._files.check(source)
             version = self._registry.add_candidate(request.name, source)
             self._residency.update_pins()
             self._on_change()
         return version
+
+    def _match(self, request: LoRARequest) -> AdapterVersion | None:
+        """Return the version that a request means. One that was sent while its adapter was loaded in place has the old
+        files, and means the new version."""
+        version = self._registry.find(request.name) if request.loaded else None
+        return version or self._registry.match(request.name, self._files.source(request))
 
     # --- lists ---
 
@@ -371,4 +393,5 @@ class Catalog:
             load_failures=registry.num_failures,
             device_evictions=residency.num_device_evictions,
             host_evictions=residency.num_host_evictions,
+            transfers=residency.counts.entries(),
         )

@@ -35,6 +35,10 @@ class HostTier:
             self._adapters.move_to_end(adapter.digest)
         return adapter
 
+    def peek(self, digest: bytes) -> Adapter:
+        """Return an adapter that is here, without a change of the order."""
+        return self._adapters[digest]
+
     def put(self, adapter: Adapter) -> None:
         """Add an adapter as the most recently used."""
         self.drop(adapter.digest)

@@ -18,6 +18,7 @@ from ...platform.core.sizes import format_bytes
 from ..adapter import Adapter
 from ..device.pool import Allocation, RowPool
 from ..files.peft_config import adapter_error
+from ..registry.adapter_stats import AdapterCounts
 from ..registry.registry import AdapterRegistry
 from ..registry.versions import AdapterVersion, Order
 from .host_tier import HostTier
@@ -43,6 +44,7 @@ class Residency:
         self._registry = registry
         self._write = write
         self.num_host_evictions = self.num_device_evictions = 0
+        self.counts = AdapterCounts()
         # Requests refused since the last change: a less urgent one that needs no less is refused at once.
         self._no_memory: tuple[Order, float] | None = None
         self._no_rows: dict[int, Order] = {}
@@ -116,6 +118,7 @@ class Residency:
             if victim is None:
                 self._no_memory = (order, size)
                 return False
+            self._count_eviction(victim, "host")
             self.drop(victim)
             self.num_host_evictions += 1
         return True
@@ -145,11 +148,11 @@ class Residency:
             return True
         if any(size >= rows and order >= refused for rows, refused in self._no_rows.items()):
             return False
-        before = len(self.pool)
+        before, victims = len(self.pool), self._device_victims(order)
         allocation = self.pool.allocate(
             digest,
             adapter.rows,
-            self._device_victims(order),
+            victims,
             num_bytes=adapter.bytes_beside_rows,
             num_draft_rows=adapter.draft_rows,
         )
@@ -157,6 +160,9 @@ class Residency:
             self._no_rows[size] = min(order, self._no_rows.get(size, LEAST_URGENT))
             return False
         self.num_device_evictions += before + 1 - len(self.pool)
+        for victim in victims:
+            if victim not in self.pool:
+                self._count_eviction(victim, "device")
         self.pool.begin_write(allocation)
         self._write(allocation, adapter)
         return True
@@ -175,7 +181,17 @@ class Residency:
         digest = allocation.key
         if failed and digest in self.pool and self.pool.allocation(digest) is allocation:
             self.pool.evict(digest)
+        if not failed:
+            for label in self._labels(digest):
+                self.counts.loaded(label, "device")
         self.pool.end_write(allocation)
+
+    def _labels(self, digest: bytes) -> set[str]:
+        return {version.label for version in self._registry.with_content(digest)}
+
+    def _count_eviction(self, digest: bytes, level: str) -> None:
+        for label in self._labels(digest):
+            self.counts.evicted(label, level)
 
     # --- pins ---
 

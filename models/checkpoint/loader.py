@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,14 +158,53 @@ def load_model(
     name = stored_dtype(raw) if dtype == "auto" else dtype
     if name not in DTYPES:
         raise InvalidRequestError(f"dtype must be auto or one of {', '.join(DTYPES)}; got {dtype!r}", param="dtype")
-    name_of: NameOf = language_name if OUTER in raw else str
     if OUTER in raw:
         log.info("%s is a %s, served as a text model: its vision tower is not loaded", path, raw[OUTER])
-    config = read_config(raw, DTYPES[name], options.impl)
-    if load_format != "dummy" and config.tie_word_embeddings and _has_own_head(path, config, name_of):
-        log.warning("%s has an lm_head of its own, which is used although its config.json ties it", path)
-        config = read_config({**raw, "tie_word_embeddings": False}, DTYPES[name], options.impl)
-    config = dataclasses.replace(config, batch_invariant=batch_invariant)
+    weights = None if load_format == "dummy" else path
+    config = served_config(raw, DTYPES[name], options, weights, batch_invariant=batch_invariant)
+    model = build_unfilled(config, device, options, single_copy=find_quantization(path, config) is not None)
+    slots = model.weight_slots()
+    tensors = (
+        _random_tensors(slots, model, seed)
+        if load_format == "dummy"
+        else stored_tensors(path, slots, model, config, names_of(raw))
+    )
+    shown = tqdm(tensors.items(), desc="Loading weights", disable=not progress, unit="tensor", leave=False)
+    with weight_memory.of_model():
+        for tensor_name, tensor in shown:
+            load_into(slots[tensor_name], tensor_name, tensor, "model")
+            if (remember := slots[tensor_name].remember) is not None:
+                remember(tensor.read)
+    return model
+
+
+def names_of(raw: Mapping[str, Any]) -> NameOf:
+    """Function from tensors' names in the files of a model with this config.json to the model's."""
+    return language_name if OUTER in raw else str
+
+
+def served_config(
+    raw: Mapping[str, Any], dtype: torch.dtype, options: ModelOptions, weights: Path | None, *, batch_invariant: bool
+) -> ModelConfig:
+    """Config with which a model is served.
+
+    Args:
+        raw: config.json.
+        weights: the folder or file of its weights, which may have a head that config.json does not know; None: there
+            are none.
+    """
+    config = read_config(raw, dtype, options.impl)
+    if weights is not None and config.tie_word_embeddings and _has_own_head(weights, config, names_of(raw)):
+        log.warning("%s has an lm_head of its own, which is used although its config.json ties it", weights)
+        config = read_config({**raw, "tie_word_embeddings": False}, dtype, options.impl)
+    return dataclasses.replace(config, batch_invariant=batch_invariant)
+
+
+def build_unfilled(
+    config: ModelConfig, device: torch.device | str, options: ModelOptions, *, single_copy: bool
+) -> LanguageModel:
+    """Model, or this process's share of it, whose weight slots are still to be filled. `single_copy`: see
+    `Embedding`."""
     if options.ranks is not None:
         assert isinstance(config, DecoderConfig), "`read_facts` refuses others"
         model: LanguageModel = divided_decoder(config, options.ranks, device)
@@ -175,19 +214,7 @@ def load_model(
         for linear in model.linears():
             linear.quantize = choose_rounding(linear, options.quantization, config.hidden_size)
         model.embedding.quantize = round_int8
-    model.embedding.single_copy = find_quantization(path, config) is not None
-    slots = model.weight_slots()
-    tensors = (
-        _random_tensors(slots, model, seed)
-        if load_format == "dummy"
-        else _stored_tensors(path, slots, model, config, name_of)
-    )
-    shown = tqdm(tensors.items(), desc="Loading weights", disable=not progress, unit="tensor", leave=False)
-    with weight_memory.of_model():
-        for tensor_name, tensor in shown:
-            load_into(slots[tensor_name], tensor_name, tensor, "model")
-            if (remember := slots[tensor_name].remember) is not None:
-                remember(tensor.read)
+    model.embedding.single_copy = single_copy
     return model
 
 
@@ -212,7 +239,7 @@ def _random_tensors(slots: Mapping[str, WeightSlot], model: LanguageModel, seed:
     on the kind of device, which draws it."""
     dtype, device = model.config.dtype, model.device
     return {
-        name: StoredTensor(slot.shape, partial(_random, name, slot, dtype, seed, device))
+        name: StoredTensor(slot.shape, functools.partial(_random, name, slot, dtype, seed, device))
         for name, slot in slots.items()
     }
 
@@ -227,11 +254,18 @@ def _random(name: str, slot: WeightSlot, dtype: torch.dtype, seed: int, device: 
     return tensor
 
 
-def _stored_tensors(
-    path: Path, slots: dict[str, WeightSlot], model: LanguageModel, config: ModelConfig, name_of: NameOf
+def stored_tensors(
+    path: Path,
+    slots: dict[str, WeightSlot],
+    model: LanguageModel,
+    config: ModelConfig,
+    name_of: NameOf,
+    *,
+    partial: bool = False,
 ) -> dict[str, StoredTensor]:
     """Tensors of all slots in the order of the files, for the model of `config`, of which `model` may be a share. The
-    headers of all files are checked first. `slots` is mutated when the files have other names than usual.
+    headers of all files are checked first. `slots` is mutated when the files have other names than usual. With
+    `partial` tensors may be missing.
 
     Raises:
         NotFoundError: a file is missing.
@@ -247,10 +281,11 @@ def _stored_tensors(
         read = read_weights(path, "model", hint=_NO_WEIGHTS)
         kept = {name: tensor for name, tensor in read.items() if name_of(name) and not _is_unused(name, config)}
         tensors = unpacked(kept, config.dtype)
-        if config.quantization is not None:
+        form = config.quantization
+        if form is not None and not (partial and not any(name.endswith(form.endings) for name in tensors)):
             tensors = unpack(
                 tensors,
-                config.quantization,
+                form,
                 lambda name: _with_prefix(name_of(name) or name, slots) in slots,
                 "model",
                 transposed=isinstance(config, DecoderConfig) and config.block is not None and config.block.transposed,
@@ -273,7 +308,8 @@ def _stored_tensors(
         log.warning("%s has %d scales of attention that are not used, such as %s", path, len(unused), unused[0])
         tensors = {name: tensor for name, tensor in tensors.items() if name not in unused}
     shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in ignored}
-    problems = misfits(slots, shapes)
+    wanted = {name: slot for name, slot in slots.items() if name in shapes} if partial else slots
+    problems = misfits(wanted, shapes)
     if problems:
         raise InvalidRequestError(f"the weights in {path} do not fit its config.json; {problems}", param="model")
     return {name: tensor for name, tensor in tensors.items() if name in slots}

@@ -47,7 +47,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_weights(folder: Path, param: str, *, extra: Sequence[str] = (), hint: str = "") -> dict[str, StoredTensor]:
-    """Tensors of a directory by their names; the files are safetensors, or pickles of tensors.
+    """Tensors of a directory, or of one safetensors file, by their names; a directory may have pickles of tensors.
 
     Args:
         param: Parameter that errors name.
@@ -58,6 +58,8 @@ def read_weights(folder: Path, param: str, *, extra: Sequence[str] = (), hint: s
         NotFoundError: there are no weights, or some of an index's files are missing; the message names them.
         InvalidRequestError: a file or the index is broken, or is a pickle of anything but tensors.
     """
+    if folder.is_file():
+        return read_safetensors(folder, param)
     names = (*_USUAL, *extra)
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:

@@ -66,6 +66,10 @@ class CacheScales:
         qkv.mul_(self._factors)
         return self._norm
 
+    def weights_changed(self) -> None:
+        """Compute what follows from the scales, and from the weights of the norm, again."""
+        self._factors = self._norm = None
+
     def leave(self, attended: Tensor) -> Tensor:
         """Scale attention's result [T, H · D] in place."""
         return attended.mul_(self._value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError
-from ..core.lora_request import LoRARequest
+from ..core.lora_request import LoRARequest, TensorOptions, tensor_request
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.pooling import (
@@ -26,6 +26,7 @@ from .adapters.loaded_adapters import LoadedAdapters
 from .adapters.lora_argument import AnyLoRA
 from .adapters.sources import AdapterSources
 from .engine_factory import DEFAULT_ENGINE, check_life_options, engine_args, missing_attribute
+from .engine_life import AsyncEngineLife
 from .input_processor import InputProcessor
 from .kernel_configs import use_kernel_configs
 from .metrics import Metric, collect_metrics
@@ -40,7 +41,7 @@ from .sampling_defaults import SamplingDefaults
 from .text.no_tokenizer import OPTION, needed
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncEngineLife):
     """Generates text from asyncio; all calls belong to one event loop.
 
         async with AsyncLLM() as llm:
@@ -113,7 +114,7 @@ class AsyncLLM:
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "restarting", "sleeping", "draining" or "stopped"."""
+        """ "starting", "ready", "paused", "restarting", "sleeping", "draining" or "stopped"."""
         return self.engine.state.label
 
     @property
@@ -204,19 +205,6 @@ class AsyncLLM:
         """Share the KV of these prefixes of prompts (token ids) among all tenants from now on, and of no others.
         Requests with a `cache_salt` share nothing. One call at a time. EngineDeadError before the first start."""
         await self._streams.share_prefixes(prefixes)
-
-    async def sleep(self, level: int = 1) -> None:
-        """Refuse new requests with AsleepError, let the running ones finish, and free memory until `wake_up`; see
-        `LLM.sleep`. Level 2 ends the engine process."""
-        await self.engine.sleep(level)
-
-    async def wake_up(self) -> None:
-        """See `LLM.wake_up`."""
-        await self.engine.wake_up()
-
-    async def is_sleeping(self) -> bool:
-        """See `LLM.is_sleeping`."""
-        return self.engine.sleep_level > 0
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests (ShuttingDownError) and wait at most `timeout` seconds for the running ones; True when
@@ -357,11 +345,10 @@ class AsyncLLM:
         [output] = await pooling.pool_async(self, "classify", [prompt], None, request_id, lora_request, options)
         return pooling.classification(output)
 
-    async def load_lora_adapter(
-        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        """See `Adapters.load`."""
-        return await self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+    async def load_lora_adapter(self, lora_request: LoRARequest | str, **options: Unpack[TensorOptions]) -> AdapterInfo:
+        """See `LLM.load_lora_adapter`."""
+        request, rest = tensor_request(lora_request, options)
+        return await self.adapters.load(request, **rest)
 
     async def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
         """See `Adapters.register`."""

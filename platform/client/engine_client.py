@@ -3,6 +3,8 @@
     state            a request gets        other calls get
     starting         an answer, later      an answer, later
     ready            an answer             an answer
+    paused           an answer, once it    an answer
+                     has been resumed
     restarting       EngineDeadError       EngineDeadError
     asleep, level 1  AsleepError           an answer (LocalEngine: AsleepError for adapters and the profiler)
     asleep, level 2  AsleepError           AsleepError
@@ -12,6 +14,9 @@
 Level 1 of sleep returns the memory of the KV cache to the system and drops its content; the weights stay. Level 2 ends
 the engine, with its weights, KV cache and adapters; `wake_up` starts it again and loads them. On a GPU level 1 is
 level 2: captured graphs hold the addresses of the KV cache.
+
+A pause (`platform.engine.pause`) outlasts a sleep and a restart of the engine process, and so do new weights. An
+engine with requests that wait for the resume cannot sleep.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..core.errors import AsleepError, OutriderError, ShuttingDownError, invalid
 from ..core.messages import EngineInfo, EngineRequest
+from .weight_updates import AppliedUpdate
 
 Nothing = TypeVar("Nothing", None, Awaitable[None], covariant=True)
 """None, or an awaitable of None."""
@@ -32,6 +38,7 @@ class EngineState(Enum):
 
     STARTING = "starting", 0
     READY = "ready", 0
+    PAUSED = "paused", 0
     RESTARTING = "restarting", 0
     ASLEEP_1 = "sleeping", 1
     ASLEEP_2 = "sleeping", 2
@@ -86,6 +93,16 @@ class EngineClient(Protocol[Nothing]):
 
     def call(self, verb: str, /, **arguments: Any) -> Any:
         """Result of a verb of `Engine`, or of one of its adapters, such as "adapters.load"."""
+
+    def pause(self, mode: str, *, clear_cache: bool) -> Nothing:
+        """Compute no steps until `resume`, once the running requests have ended or are kept as they are; see
+        `LLM.pause_generation`."""
+
+    def resume(self) -> Nothing:
+        """End the pause; does nothing without one."""
+
+    def update_weights(self, update: AppliedUpdate, version: str | None) -> Nothing:
+        """Replace weights, also of an engine that is started again; see `LLM.update_weights`."""
 
     def sleep(self, level: int) -> Nothing:
         """Free memory until `wake_up`."""

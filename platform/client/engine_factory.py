@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any, Protocol, cast
@@ -15,8 +15,10 @@ from ..core.compat.vllm_options import ENGINE, without_effect
 from ..core.compat.vllm_python import ENGINE_LIFE, METHODS
 from ..core.config import EngineArgs
 from ..core.errors import InvalidRequestError, OutriderError
+from ..core.kv_events import KVEventSource
 from ..core.lora_request import LoRARequest
 from ..core.messages import EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ..core.weight_source import WeightSource
 from .demo_defaults import apply_demo_defaults, is_demo
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,15 @@ class Engine(Protocol):
     def adapters(self) -> LocalAdapters:
         """Loads, unloads and pins adapters."""
 
+    def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Compute no steps for new sequences, and none at all once the others have ended or are kept."""
+
+    def resume(self) -> None:
+        """End the pause."""
+
+    def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
+        """Replace weights; False if the target keeps some of its own."""
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless its allocators agree with what its sequences hold."""
 
@@ -65,6 +76,9 @@ class Engine(Protocol):
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached KV; True when nothing is cached any more."""
+
+    def kv_event_sources(self) -> list[KVEventSource]:
+        """Addresses at which events of the KV cache are published."""
 
     def release_memory(self) -> None:
         """Give the memory of the KV cache back."""

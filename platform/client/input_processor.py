@@ -251,10 +251,13 @@ class InputProcessor:
             params = _without_text(params)
         if params.stop_strings and not params.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
+        start, end = self._thinking_marks(params)
         # The copy is checked again, so a min_tokens above the room is refused too.
         resolved = params.clone(
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             bad_words_token_ids=self._bad_words(params),
+            thinking_start_token_ids=start,
+            thinking_end_token_ids=end,
             **{
                 name: self._info.vocab_size
                 for name in ("logprobs", "prompt_logprobs")
@@ -273,6 +276,16 @@ class InputProcessor:
             ignored = CHECKER.check(resolved.structured_outputs)
         check_params(resolved, self._info.vocab_size, self._info.max_logprobs, num_ids, self._info.num_labels)
         return resolved, ignored
+
+    def _thinking_marks(self, params: SamplingParams) -> tuple[list[int] | None, list[int] | None]:
+        """Tokens that begin and end the reasoning; without any, of a request that bounds it, <think> and </think>."""
+        start, end = params.thinking_start_token_ids, params.thinking_end_token_ids
+        if params.thinking_token_budget is None or end is not None or self.tokenizer is None:
+            return start, end
+        marks = [list(self.tokenizer.encode(mark, add_special_tokens=False)) for mark in ("<think>", "</think>")]
+        if any(len(mark) != 1 for mark in marks):  # as text they could be written in several ways
+            return start, end
+        return start or marks[0], marks[1]
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of the bad words, each as it stands at the start of a text and after a space. One that has no

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams
 from ..core.compat.unsupported_options import reject_unsupported_options
 from ..core.compat.vllm_python import GENERATE
 from ..core.config import EngineArgs
 from ..core.errors import invalid
-from ..core.lora_request import LoRARequest
+from ..core.lora_request import LoRARequest, TensorOptions, tensor_request
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.pooling import (
@@ -31,6 +31,7 @@ from .adapters.lora_argument import AnyLoRA, for_each, lora_of_each
 from .adapters.sources import AdapterSources
 from .beam_search import search_all
 from .engine_factory import DEFAULT_ENGINE, check_life_options, engine_args, missing_attribute
+from .engine_life import EngineLife
 from .input_processor import take_options
 from .kernel_configs import use_kernel_configs
 from .llm_engine import LLMEngine
@@ -44,7 +45,7 @@ _OPTION_DEFAULTS: dict[str, Any] = {"priority": 0, "tenant": "", "weight": 1.0, 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class LLM:
+class LLM(EngineLife):
     """Loads a model and generates text, many prompts at a time.
 
     `LLM()` is the embedded demo model. Options are those of `EngineArgs`, by keyword. `kernel_configs` names a file of
@@ -91,7 +92,7 @@ class LLM:
         return self
 
     def _set_up(self, engine: LLMEngine) -> None:
-        self.llm_engine = engine
+        self.llm_engine, self._engine = engine, engine.engine
         """The engine, for callers who step it by themselves."""
         self.adapters = engine.adapters
         self.prepare, self.run = engine.prepare, functools.partial(run_batch, engine)
@@ -258,11 +259,11 @@ class LLM:
 
     # --- adapters: see `Adapters` ---------------------------------------------------------------------------------
 
-    def load_lora_adapter(
-        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        """See `Adapters.load`."""
-        return self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+    def load_lora_adapter(self, lora_request: LoRARequest | str, **options: Unpack[TensorOptions]) -> AdapterInfo:
+        """See `Adapters.load`. With `tensors` and `peft_config` the adapter of the name `lora_request` is made of
+        them, see `TensorLoRARequest`."""
+        request, rest = tensor_request(lora_request, options)
+        return self.adapters.load(request, **rest)
 
     def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
         """See `Adapters.register`."""
@@ -356,22 +357,6 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget the cached prefixes of prompts; True when nothing is cached any more."""
         return self.llm_engine.reset_prefix_cache()
-
-    def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake_up`; requests and adapter calls are refused with AsleepError meanwhile.
-
-        Args:
-            level: 1 frees the KV cache; 2 the weights too, which are loaded again from their files.
-        """
-        self.llm_engine.sleep(level)
-
-    def wake_up(self) -> None:
-        """Take requests again, after `sleep`; the errors are those of a start."""
-        self.llm_engine.wake_up()
-
-    def is_sleeping(self) -> bool:
-        """True between `sleep` and `wake_up`."""
-        return self.llm_engine.is_sleeping()
 
     def shutdown(self) -> None:
         """Free the engine's memory, also on a GPU, even if this object is still in use. A further call does nothing;

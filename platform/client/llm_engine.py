@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 from ..core.config import EngineArgs
 from ..core.errors import OutriderError, invalid
 from ..core.logs import format_trace
-from ..core.lora_request import LoRARequest
+from ..core.lora_request import LoRARequest, TensorOptions, tensor_request
 from ..core.messages import AdapterInfo, EngineInfo, EngineStats
 from ..core.outputs import RequestOutput
 from ..core.sampling_params import RequestOutputKind, SamplingParams
@@ -34,6 +34,7 @@ from .engine_factory import (
     load_text_side,
     missing_attribute,
 )
+from .engine_life import EngineLife
 from .input_processor import InputProcessor, check_request_id, take_options
 from .local_engine import LocalEngine
 from .metrics import Metric, collect_metrics
@@ -48,7 +49,7 @@ from .text.no_tokenizer import OPTION, needed
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine:
+class LLMEngine(EngineLife):
     """Takes requests at any time, and computes a step on request, as vLLM's class of that name. `LLM` is on top of it
     (`LLM.llm_engine`). Not thread-safe.
 
@@ -75,7 +76,7 @@ class LLMEngine:
         # goes wrong again below.
         with ThreadPoolExecutor(1, thread_name_prefix="imports") as imports:
             imports.submit(import_text_side, args)
-            self.engine = LocalEngine(
+            self.engine = self._engine = LocalEngine(
                 partial(load_engine(engine), args, progress=sys.stderr.isatty()),
                 on_end=lambda infos: self.adapters.loaded.adopt(infos),
                 on_restart=lambda: self.adapters.reload_after_restart(),
@@ -190,11 +191,10 @@ class LLMEngine:
 
     # --- adapters: see `core.adapter_verbs.Adapters` --------------------------------------------------------------
 
-    def load_lora_adapter(
-        self, lora_request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False
-    ) -> AdapterInfo:
-        """See `Adapters.load`."""
-        return self.adapters.load(lora_request, load_inplace=load_inplace, pinned=pinned)
+    def load_lora_adapter(self, lora_request: LoRARequest | str, **options: Unpack[TensorOptions]) -> AdapterInfo:
+        """See `LLM.load_lora_adapter`."""
+        request, rest = tensor_request(lora_request, options)
+        return self.adapters.load(request, **rest)
 
     def register_lora_adapters(self, lora_requests: Sequence[LoRARequest]) -> None:
         """See `Adapters.register`."""
@@ -267,18 +267,6 @@ class LLMEngine:
         """See `LLM.reset_prefix_cache`."""
         return bool(self.engine.call("reset_prefix_cache"))
 
-    def sleep(self, level: int = 1) -> None:
-        """See `LLM.sleep`."""
-        self.engine.sleep(level)
-
-    def wake_up(self) -> None:
-        """See `LLM.wake_up`."""
-        self.engine.wake_up()
-
-    def is_sleeping(self) -> bool:
-        """See `LLM.is_sleeping`."""
-        return self.engine.state.sleep_level > 0
-
     def shutdown(self) -> None:
         """See `LLM.shutdown`."""
         self.engine.close()
@@ -329,7 +317,7 @@ class LLMEngine:
             OutriderError: the engine is idle although requests are unfinished.
         """
         if not self.engine.has_work():
-            if len(self.output_processor):
+            if len(self.output_processor) and not self.engine.is_paused:
                 raise OutriderError("the engine lost a request: it is idle, and not all requests are finished")
             return []
         processed = self.output_processor.process(self.engine.step())

@@ -12,9 +12,14 @@ from ..core.errors import ShuttingDownError
 from ..core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from .engine_client import EngineState, asleep, level_on
 from .engine_factory import Engine
+from .weight_updates import AppliedUpdate, WeightUpdates
 
 _SHUT_DOWN = "this LLM has been shut down; make a new one"
-_ASLEEP_RESULTS: dict[str, Callable[[], Any]] = {"stats": EngineStats, "reset_prefix_cache": lambda: True}
+_ASLEEP_RESULTS: dict[str, Callable[[], Any]] = {
+    "stats": EngineStats,
+    "reset_prefix_cache": lambda: True,
+    "kv_event_sources": list,
+}
 """Results of the verbs that an engine answers while it sleeps."""
 
 
@@ -33,7 +38,15 @@ class LocalEngine:
         self._make, self._on_end, self._on_restart = make, on_end, on_restart
         self._core: Engine | None = make()
         self.info: EngineInfo = self._core.info
-        self.state = EngineState.READY
+        self._state = EngineState.READY
+        self.is_paused = False
+        """True between `pause` and `resume`."""
+        self.weights = WeightUpdates()
+
+    @property
+    def state(self) -> EngineState:
+        """See EngineClient."""
+        return EngineState.PAUSED if self.is_paused and self._state is EngineState.READY else self._state
 
     @property
     def core(self) -> Engine:
@@ -85,6 +98,24 @@ class LocalEngine:
         self.check_admits()
         return attrgetter(verb)(self.core)(**arguments)
 
+    def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """See EngineClient. In the mode "wait" the caller steps the running requests to their end.
+
+        Raises:
+            InvalidRequestError: there is no such mode. AsleepError: it sleeps.
+        """
+        self.call("pause", mode=mode, clear_cache=clear_cache)
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """See EngineClient. AsleepError while it sleeps."""
+        self.call("resume")
+        self.is_paused = False
+
+    def update_weights(self, update: AppliedUpdate, version: str | None) -> None:
+        """See EngineClient."""
+        self.weights.add(update, is_whole=self.call("update_weights", **update.arguments()), version=version)
+
     def sleep(self, level: int) -> None:
         """See EngineClient.
 
@@ -100,19 +131,33 @@ class LocalEngine:
             self._on_end(self.core.adapters.list())
             self.core.shutdown()
             self._core = None
-        self.state = EngineState.ASLEEP_1 if level == 1 else EngineState.ASLEEP_2
+        self._state = EngineState.ASLEEP_1 if level == 1 else EngineState.ASLEEP_2
         gc.collect()
 
     def wake_up(self) -> None:
         """See EngineClient; the errors are those of a start."""
         self.check_open()
-        before, self._core = self._core, self._core or self._make()
-        self.info, self.state = self._core.info, EngineState.READY
+        before = self._core
+        self._core = self._restarted() if before is None else before
+        self.info, self._state = self._core.info, EngineState.READY
         if before is None:
             self._on_restart()
+
+    def _restarted(self) -> Engine:
+        """A new engine with the weights and the pause of the one before it."""
+        core = self._make()
+        try:
+            for update in self.weights.applied:
+                core.update_weights(**update.arguments())
+            if self.is_paused:
+                core.pause("keep", clear_cache=False)
+        except BaseException:
+            core.shutdown()
+            raise
+        return core
 
     def close(self) -> None:
         """See EngineClient. A further call does nothing."""
         if self.state is not EngineState.STOPPED and self._core is not None:
             self._core.shutdown()
-        self.state = EngineState.STOPPED
+        self._state = EngineState.STOPPED

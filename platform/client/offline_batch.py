@@ -42,6 +42,8 @@ def _run(
     outputs: dict[str, RequestOutput] = {}
     numbers = {state.request_id: number for number, state in enumerate(states)}
     while len(outputs) < len(states):
+        if engine.is_paused() and not engine.engine.has_work():
+            raise InvalidUserInputError("generation is paused: call resume_generation() first")
         for state in engine.advance():
             if state.finished:
                 output = outputs[state.request_id] = state.take()

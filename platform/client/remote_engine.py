@@ -17,8 +17,11 @@ from .process.event_loops import CompletedAwaitable, in_event_loop, run_in
 from .process.ipc import Abort, Add
 from .process.supervisor import EngineProcess, EngineSpec, Supervisor
 from .stream_pacing import StreamPacer
+from .weight_updates import AppliedUpdate, WeightUpdates
 
 _SHUTTING_DOWN = "the server is shutting down"
+_PAUSE_POLL_SECONDS = 0.005
+"""Seconds between two looks at an engine that finishes its requests before a pause."""
 _ADMITTED: ContextVar[bool] = ContextVar("_ADMITTED", default=False)
 """True in a running request that makes others, as a beam search does: these are not refused."""
 
@@ -48,14 +51,19 @@ class RemoteEngine:
         """Level of the sleep; 0 when awake."""
         self._args, self._pacer = spec.args, pacer
         self._on_start, self._on_death, self._on_restart = on_start, on_death, on_restart
-        self._make_supervisor = lambda: Supervisor(spec, on_deltas=on_deltas, on_death=on_death, on_restart=on_restart)
+        self._make_supervisor = lambda: Supervisor(
+            spec, on_deltas=on_deltas, on_death=on_death, on_restart=self._restarted
+        )
         self._supervisor = self._make_supervisor()
         self._info: EngineInfo | None = None  # once `on_start` has returned
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | CompletedAwaitable | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the one that all calls belong to
         self._draining = self._closed = False
-        self._sleep_lock = asyncio.Lock()
+        self._lock = asyncio.Lock()  # of sleep and pause
+        self.is_paused = False
+        """True between `pause` and `resume`."""
+        self.weights = WeightUpdates()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -69,6 +77,8 @@ class RemoteEngine:
             return EngineState.DRAINING if self._draining else _ASLEEP[self.sleep_level]
         if of_process is EngineState.READY and self._info is None:
             return EngineState.STARTING  # the tokenizer is being loaded
+        if of_process is EngineState.READY and self.is_paused:
+            return EngineState.PAUSED
         return of_process
 
     @property
@@ -181,14 +191,22 @@ class RemoteEngine:
         self._info = info
         return info
 
+    async def _restarted(self, process: EngineProcess) -> None:
+        """Bring a new process to where the one before it was."""
+        for update in self.weights.applied:  # before adapters are loaded, which may depend on them
+            await process.call("update_weights", **update.arguments())
+        await self._on_restart(process)
+        if self.is_paused:
+            await process.call("pause", mode="keep", clear_cache=False)
+
     async def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait at most `timeout` seconds for the running ones; True when all have finished."""
+        """Refuse new requests and wait at most `timeout` seconds for the running ones; True when all have finished.
+        Requests that wait for a resume are not waited for."""
         self._draining = True
-        try:
-            await asyncio.wait_for(self._pacer.idle.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
+        with contextlib.suppress(TimeoutError, OutriderError):
+            async with asyncio.timeout(timeout):
+                await (self._frozen() if self.is_paused else self._pacer.idle.wait())
+        return self._pacer.idle.is_set()
 
     def close(self) -> Awaitable[None]:
         """See EngineClient. May be called twice.
@@ -209,15 +227,61 @@ class RemoteEngine:
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
 
+    # --- pause ----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """See EngineClient.
+
+        Raises:
+            InvalidRequestError: there is no such mode. AsleepError: it sleeps.
+            InvalidUserInputError: it was resumed before the running requests had finished.
+        """
+        await self.start()
+        async with self._lock:
+            if self.sleep_level:
+                raise asleep()
+            await self.process().call("pause", mode=mode, clear_cache=clear_cache)
+            self.is_paused = True
+        await self._frozen()
+        if not self.is_paused:
+            raise InvalidUserInputError("generation was resumed before the running requests had finished")
+
+    async def _frozen(self) -> None:
+        """Wait until a paused engine computes nothing any more, and has sent all that it has computed."""
+        while self.is_paused and await self.process().call("has_work"):
+            await asyncio.sleep(_PAUSE_POLL_SECONDS)
+
+    async def resume(self) -> None:
+        """See EngineClient. AsleepError while it sleeps."""
+        await self.start()
+        async with self._lock:
+            if self.sleep_level:
+                raise asleep()
+            await self.process().call("resume")
+            self.is_paused = False
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    async def update_weights(self, update: AppliedUpdate, version: str | None) -> None:
+        """See EngineClient. AsleepError while it sleeps."""
+        await self.start()
+        async with self._lock:
+            if self.sleep_level:
+                raise asleep()
+            is_whole = await self.process().call("update_weights", **update.arguments())
+            self.weights.add(update, is_whole=is_whole, version=version)
+
     # --- sleep ----------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int) -> None:
         """See EngineClient. New requests are refused at once, and the running ones finish first."""
         level = level_on((await self.start()).device, level)
-        async with self._sleep_lock:
+        async with self._lock:
             before = self.sleep_level
             if level <= before:
                 return
+            if self.is_paused and not self._pacer.idle.is_set():
+                raise InvalidUserInputError("requests wait for the end of a pause; the engine can sleep without them")
             self.sleep_level = level
             try:
                 await self._pacer.idle.wait()
@@ -232,7 +296,7 @@ class RemoteEngine:
     async def wake_up(self) -> None:
         """See EngineClient; the errors are those of a start."""
         await self.start()
-        async with self._sleep_lock:
+        async with self._lock:
             await self.start()  # it may have been shut down meanwhile
             if self.sleep_level == 2:
                 restarts = self.num_restarts
@@ -240,7 +304,7 @@ class RemoteEngine:
                 self._supervisor.num_restarts = restarts + 1
                 try:
                     await self._supervisor.start()
-                    await self._on_restart(self._supervisor.ready_engine())
+                    await self._restarted(self._supervisor.ready_engine())
                 except BaseException:  # a cancelled call too: the next one starts another engine
                     await self._supervisor.stop()
                     raise

@@ -107,7 +107,7 @@ class RequestMaker:
             present = yield from self._sources.find(name)
         if present is None:
             raise NotFoundError(f"the adapter {name!r} was unloaded while the request waited", param="model")
-        return present
+        return replace(present, loaded=True)
 
     @dual
     def processor_of(self, lora_request: AnyLoRA | None) -> Steps[InputProcessor]:

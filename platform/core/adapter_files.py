@@ -33,6 +33,8 @@ INDEX_FILES = tuple(f"{name}.index.json" for name in WEIGHT_FILES)
 DRAFT_FOLDER = "draft"
 """Folder of the same files for a drafter, or of such folders by method of speculation."""
 
+IN_MEMORY = "in-memory:"
+"""Beginning of the path of an adapter that has no folder: its files are in the memory of the client's process."""
 ANYWHERE: tuple[str, ...] = ("/",)
 """Roots of a folder whose files may lie anywhere."""
 _NAMES = frozenset((*ADAPTER_FILES, *TEXT_FILES, *INDEX_FILES))
@@ -76,8 +78,9 @@ class AdapterFolder(NamedTuple):
     the whole path."""
     prefix: str = ""
     """Path below the adapter's folder, with a slash at its end, for a folder of draft weights."""
-    copies: tuple[tuple[str, int], ...] = ()
-    """(name, descriptor) of copies in memory, which are read instead of all `ADAPTER_FILES`; see `copied`."""
+    files: tuple[tuple[str, str], ...] = ()
+    """(name, path) of files in memory, which are read instead of all `ADAPTER_FILES`: copies (`copied`), or the only
+    files that the adapter has, if `path` begins with `IN_MEMORY`."""
 
     @property
     def label(self) -> str:
@@ -116,6 +119,12 @@ class AdapterFolder(NamedTuple):
                     raise self.error(name, f"is larger than {most} bytes; at most these are read")
         return bytes(content)
 
+    def _locate(self, name: str) -> str | None:
+        """Path of a file or folder; None: there is none."""
+        if self.files and (name in ADAPTER_FILES or self.path.startswith(IN_MEMORY)):
+            return dict(self.files).get(name)
+        return os.path.join(self.path, name)
+
     def below(self, name: str) -> AdapterFolder | None:
         """Return a folder in this one; None if there is none."""
         with self._located(name) as found:
@@ -137,15 +146,17 @@ class AdapterFolder(NamedTuple):
         A link out of the roots and a dangling one have the same error, which reveals nothing about files outside.
         """
         assert name in _NAMES or "." not in name, "a new file must be listed above, to be counted and tested"
-        path = os.path.join(self.path, name)
-        if self.copies and name in ADAPTER_FILES:
-            yield dict(self.copies).get(name)
+        path, gone = self._locate(name), "is a link that leads outside the allowed folders, or nowhere"
+        if path is None:
+            yield None
             return
-        leads_out = self.error(name, "is a link that leads outside the allowed folders, or nowhere")
+        if in_memory := self.path.startswith(IN_MEMORY):
+            gone = "is no longer in memory"
+        leads_out = self.error(name, gone)
         try:
             found = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            if self.roots and _is_link(path):
+            if self.roots and (_is_link(path) or (in_memory and isinstance(error, FileNotFoundError))):
                 raise leads_out from None
             if isinstance(error, (FileNotFoundError, NotADirectoryError, ValueError)) and not _is_link(path):
                 yield None
@@ -215,7 +226,8 @@ def copied(
                 piece = piece[os.write(copies[name], piece) :]
 
         is_same = _digest(folder, yield_lock, most, keep) == digest
-        yield folder._replace(copies=tuple(copies.items())) if is_same else None
+        files = tuple((name, _proc(descriptor)) for name, descriptor in copies.items())
+        yield folder._replace(files=files, roots=folder.roots and ANYWHERE) if is_same else None
 
 
 def _digest(

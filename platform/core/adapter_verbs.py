@@ -24,17 +24,22 @@ Nothing = TypeVar("Nothing", covariant=True)
 class AdapterVerbs(Protocol[Info, Infos, Nothing]):
     """Verbs for the adapters that requests may name."""
 
-    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> Info:
+    def load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, running: str = "finish"
+    ) -> Info:
         """Read, check and register an adapter, so that requests may name it. Steps of the engine do not wait for files.
 
         Args:
-            load_inplace: replace the adapter of that name; running requests finish on the version that they have.
+            load_inplace: replace the adapter of that name.
             pinned: keep it on the device.
+            running: "finish": requests that came before finish on the version that they have. "abort": they end now
+                with an AdapterReplacedError, unless the new content is theirs.
 
         Raises:
             AdapterError: the adapter cannot be served; one that had the name stays.
             InvalidUserInputError: the name is taken, or there is no room for it in addition to the other pinned ones.
             AdapterSourceError: the store that it comes from failed.
+            InvalidRequestError: `running` is something else.
         """
 
     def register(self, requests: Sequence[LoRARequest]) -> Nothing:
@@ -69,6 +74,8 @@ class AdapterVerbs(Protocol[Info, Infos, Nothing]):
         """The registered adapters, in the order of registration."""
 
 
+RUNNING = ("finish", "abort")
+"""Values of `running`."""
 VERBS = ("load", "register", "unload", "pin", "unpin", "list")
 
 

@@ -13,6 +13,7 @@ from .compat.unsupported_options import accepts_unsupported_options
 from .compat.vllm_options import ENGINE, plain_value
 from .engine_options import CacheOptions, LoRAOptions, ModelOptions, SchedulingOptions, SpeculationOptions
 from .errors import InvalidRequestError, invalid
+from .kv_events import parse_kv_events
 from .kv_size import cache_memory, num_device_blocks, num_host_blocks
 from .option import declared_options
 from .quantization import rounding
@@ -164,6 +165,7 @@ def check_args(args: EngineArgs) -> None:
     """Refuse options that are wrong whatever the model: `InvalidRequestError` with the option in `param`."""
     for name, option in ENGINE_OPTIONS.items():
         option.check(getattr(args, name))
+    parse_kv_events(args.kv_events_config, args.data_parallel_rank)
     for holds, name, message in incompatibilities.OPTIONS:
         if holds(args):
             raise InvalidRequestError(message, param=name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .kv_events import MAX_RANK
 from .option import option
 from .sampling_params import MAX_SEED
 from .sizes import parse_bytes, parse_length, parse_memory
@@ -140,6 +141,16 @@ class CacheOptions:
         None,
         "get the KV of a preempted sequence back from swap space, or recompute it (default: the faster, as measured)",
         choices=("recompute", "swap"),
+    )
+    kv_events_config: dict[str, Any] | None = option(
+        None,
+        'publish changes of the prefix cache for routers, such as {"enable_kv_cache_events": true, "endpoint": '
+        '"tcp://*:5557", "replay_endpoint": "tcp://*:5657"}',
+    )
+    data_parallel_rank: int = option(
+        0,
+        "number of this server among its replicas; KV events have it, and their ports are higher by it",
+        within=(0, MAX_RANK),
     )
 
 

@@ -97,6 +97,14 @@ class NotFoundError(OutriderError, LookupError):
     status = 404
 
 
+class AdapterReplacedError(OutriderError):
+    """Another version of the adapter was loaded, and the load ended the requests of the old one; a retry runs on the
+    new one."""
+
+    type = "AdapterReplaced"
+    status = 409
+
+
 class AuthenticationError(OutriderError):
     """The API key is missing or wrong."""
 

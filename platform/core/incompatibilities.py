@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from .kv_events import parse_kv_events
+
 if TYPE_CHECKING:
     from .config import EngineArgs, Hardware
 
@@ -52,6 +54,11 @@ OPTIONS: tuple[tuple[Callable[[EngineArgs], bool], str, str], ...] = (
         lambda a: a.preemption_mode == "swap" and not a.swap_space,
         "preemption_mode",
         "preemption_mode swap needs swap_space: the host memory that blocks are kept in",
+    ),
+    (
+        lambda a: not a.enable_prefix_caching and parse_kv_events(a.kv_events_config) is not None,
+        "kv_events_config",
+        "kv_events_config needs enable_prefix_caching: without it no later request finds the blocks",
     ),
     (
         _divided(lambda a: a.async_scheduling is True),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
-from .adapter_files import AdapterFolder
+from .adapter_files import IN_MEMORY, AdapterFolder
 from .compat.unsupported_options import reject_unsupported_options
 from .compat.vllm_python import LORA
 from .errors import InvalidRequestError, invalid
@@ -19,6 +20,8 @@ MAX_PARTS = 8
 """Adapters in one mix."""
 MAX_WEIGHT = 100.0
 """Bound of an adapter's weight in both directions."""
+_NUMBERS = itertools.count()
+"""Numbers of the objects of `TensorLoRARequest`, which make their paths different."""
 
 # A weight has a decimal point: "sql:2" and "llama3:8" are versions. A "+" separates adapters, so exponents have none; a
 # weight within the limits needs none.
@@ -39,6 +42,10 @@ class LoRARequest:
     `digest` is that of the files (`adapter_files.files_digest`), if other files must be refused.
 
     `roots` are real paths of folders: no file of the adapter may lie outside them, whatever links say. (): any may.
+
+    `files` are those of an adapter in memory (`AdapterFolder.files`); the client sets them. (): they are in the folder.
+
+    `loaded`, which the client sets, means what was loaded under the name last, wherever its files are.
     """
 
     lora_name: str
@@ -47,6 +54,8 @@ class LoRARequest:
     draft_path: str | None = None
     digest: str | None = None
     roots: tuple[str, ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    loaded: bool = field(default=False, compare=False)
 
     def __init__(
         self,
@@ -58,11 +67,12 @@ class LoRARequest:
         draft_path: str | os.PathLike[str] | None = None,
         digest: str | None = None,
         roots: Iterable[str] = (),
+        files: Iterable[tuple[str, str]] = (),
         **of_vllm: Any,
     ) -> None:
         """Check and set the fields; InvalidRequestError names a wrong one. `of_vllm` are the keywords of
-        `vllm_python.LORA`."""
-        path = of_vllm.pop("lora_local_path", path)
+        `vllm_python.LORA`, and `loaded`."""
+        loaded, path = of_vllm.pop("loaded", False), of_vllm.pop("lora_local_path", path)
         reject_unsupported_options(
             "LoRARequest()", of_vllm, LORA, ("lora_name", "lora_int_id", "lora_path", "path", "draft_path")
         )
@@ -78,6 +88,8 @@ class LoRARequest:
         object.__setattr__(self, "draft_path", drafts)
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "roots", tuple(roots))
+        object.__setattr__(self, "files", tuple(files))
+        object.__setattr__(self, "loaded", loaded)
 
     @property
     def name(self) -> str:
@@ -92,12 +104,79 @@ class LoRARequest:
     @property
     def folder(self) -> AdapterFolder:
         """The adapter's folder, through which its files are opened."""
-        return AdapterFolder(self.lora_path, self.roots)
+        return AdapterFolder(self.lora_path, self.roots, files=self.files)
 
     @property
     def label(self) -> str:
         """Name under which its requests are counted."""
         return self.lora_name
+
+
+@dataclass(slots=True, weakref_slot=True, frozen=True, init=False, eq=False)
+class TensorLoRARequest(LoRARequest):
+    """An adapter that is made of tensors, as in verl: `TensorLoRARequest("policy", peft_config=..., lora_tensors=...)`.
+
+    `lora_tensors` are what `peft.get_peft_model_state_dict` returns, on any device, and `peft_config` the fields of
+    adapter_config.json, or PEFT's configuration itself. They are copied when the adapter is loaded, or when a request
+    first brings this object: later changes of the tensors need another object, or another load. The folder in
+    `lora_path` is not read.
+    """
+
+    peft_config: Mapping[str, Any] = field(repr=False)
+    lora_tensors: Mapping[str, Any] = field(repr=False)
+
+    def __init__(
+        self,
+        lora_name: str,
+        lora_int_id: int = 0,
+        lora_path: str | None = None,
+        *,
+        peft_config: Any,
+        lora_tensors: Mapping[str, Any],
+        **of_vllm: Any,
+    ) -> None:
+        """Check and set the fields; InvalidRequestError names a wrong one."""
+        LoRARequest.__init__(self, lora_name, lora_int_id, f"{IN_MEMORY}{next(_NUMBERS)}", **of_vllm)
+        to_dict = getattr(peft_config, "to_dict", None)
+        config = peft_config if to_dict is None else to_dict()
+        for name, value in (("peft_config", config), ("lora_tensors", lora_tensors)):
+            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+                raise invalid(name, f"must be a dict with names as keys; got {quote_for_error(value)}")
+        object.__setattr__(self, "peft_config", dict(config))
+        object.__setattr__(self, "lora_tensors", dict(lora_tensors))
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of `AdapterVerbs.load`."""
+
+    load_inplace: bool
+    pinned: bool
+    running: str
+
+
+class TensorOptions(LoadOptions, total=False):
+    """Options of `load_lora_adapter`: the fields of a `TensorLoRARequest`, if the adapter is made of tensors."""
+
+    tensors: Mapping[str, Any] | None
+    peft_config: Any
+
+
+def tensor_request(lora: Any, options: TensorOptions) -> tuple[Any, LoadOptions]:
+    """The adapter with the name, or of the request, `lora` that is made of the tensors in the options; `lora` itself
+    if there are none. Returns it with the other options.
+
+    Raises:
+        InvalidRequestError: the tensors or the configuration are missing or wrong; `param` names the field.
+    """
+    rest = {name: value for name, value in options.items() if name not in ("tensors", "peft_config")}
+    tensors, config = options.get("tensors"), options.get("peft_config")
+    if tensors is not None or config is not None:
+        for name, value in (("tensors", tensors), ("peft_config", config)):
+            if value is None:
+                raise invalid(name, "is missing: an adapter in memory needs tensors and peft_config")
+        name, number = (lora.lora_name, lora.lora_int_id) if isinstance(lora, LoRARequest) else (lora, 0)
+        lora = TensorLoRARequest(name, number, peft_config=config, lora_tensors=cast(Mapping[str, Any], tensors))
+    return lora, cast(LoadOptions, rest)
 
 
 class LoRAPart(NamedTuple):

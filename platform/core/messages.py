@@ -45,11 +45,13 @@ class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position, of the raw logits."""
 
     token_ids: list[int]
-    """The token itself first, then the top ones, most likely first."""
+    """The token itself first, then the top ones, most likely first, or those of `logprob_token_ids`."""
     logprobs: list[float]
     """Aligned with `token_ids`."""
     rank: int
     """Rank of the token itself; 1 is the most likely."""
+    ranks: list[int] | None = None
+    """Ranks of the other tokens; None: these are the most likely ones, in their order."""
 
 
 @dataclass(slots=True)
@@ -232,9 +234,9 @@ class TokenDelta:
     prompt_logprobs: PromptTable | None = None
     """Whole prompt, once, with the first delta."""
     finish_reason: str | None = None
-    """"stop", "length" or "abort"."""
-    stop_reason: int | None = None
-    """The stop token id that ended it (None for end-of-sequence)."""
+    """"stop", "length", "repetition" or "abort"."""
+    stop_reason: int | str | None = None
+    """The stop token id that ended it (None for end-of-sequence), or "repetition_detected"."""
     error: ErrorInfo | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
@@ -281,6 +283,17 @@ class AdapterInfo:
 
 
 @dataclass(slots=True)
+class AdapterTransfers:
+    """Loads and evictions of one adapter, or of a mix, by level ("device" or "host"), since the engine started."""
+
+    adapter: str
+    loads: dict[str, int] = field(default_factory=dict)
+    """Loads to a level: reads of its files, and writes of its rows."""
+    evictions: dict[str, int] = field(default_factory=dict)
+    """Evictions from a level, to make room for another adapter."""
+
+
+@dataclass(slots=True)
 class EngineStats:
     """A snapshot of the engine. Counters are cumulative since the engine started."""
 
@@ -303,6 +316,10 @@ class EngineStats:
     """Tokens whose KV came back from host memory (`swap_space`), for new sequences and preempted ones."""
     kv_host_bytes: int = 0
     """Host memory of swapped KV."""
+    kv_event_batches: int = 0
+    """Batches of KV events, those dropped too."""
+    kv_event_batches_dropped: int = 0
+    """Batches that found the queue of the sender full."""
     drafters: list[str] = field(default_factory=list)
     """Methods of the drafters: the configured one, then its fallback if there is one."""
     speculation: list[SpeculationEntry] = field(default_factory=list)
@@ -321,6 +338,8 @@ class EngineStats:
     """Loads that failed."""
     lora_evictions: dict[str, int] = field(default_factory=dict)
     """Evicted adapters, by the tier that they left: "device" or "host"."""
+    lora_transfers: list[AdapterTransfers] = field(default_factory=list)
+    """Loads and evictions of each adapter that was loaded."""
     lora_host_bytes: int = 0
     """Host memory of adapters, those unloaded but still running too."""
     lora_rows_used: int = 0

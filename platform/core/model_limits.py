@@ -62,7 +62,8 @@ def check_params(
     Raises:
         InvalidRequestError: a token id is not below `vocab_size`, there are more allowed tokens than that, a bad word
             has no token, the bad words have too many, more than `max_logprobs` log-probabilities are wanted,
-            `pooling` with fields of generated text, text of a classifier, or labels of another model; `param` names
+            `pooling` with fields of generated text, text of a classifier, labels of another model, or a bound of
+            reasoning without its end; `param` names
             the field.
     """
     if num_labels and params.pooling is None:
@@ -81,6 +82,11 @@ def check_params(
         if count is not None and count > max_logprobs:
             meaning = f", all {vocab_size} tokens of the vocabulary" if value == -1 else ""
             raise invalid(name, f"is {value}{meaning}, above the engine's max_logprobs {max_logprobs}")
+    if params.thinking_token_budget is not None and params.thinking_end_token_ids is None:
+        raise invalid(
+            "thinking_token_budget",
+            "needs thinking_end_token_ids: the model has no token </think>, and no reasoning parser names another",
+        )
     allowed = params.allowed_token_ids or ()
     if len(allowed) > vocab_size:
         raise invalid(
@@ -100,7 +106,8 @@ def check_params_tokens(params: SamplingParams, vocab_size: int) -> None:
     """Refuse (InvalidRequestError) parameters with a token id that is not below `vocab_size`."""
     check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
-    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    for name in ("allowed_token_ids", "logprob_token_ids", "thinking_start_token_ids", "thinking_end_token_ids"):
+        check_token_ids(name, getattr(params, name) or (), vocab_size)
     for word in params.bad_words_token_ids:
         check_token_ids("bad_words", word, vocab_size)
 

@@ -57,9 +57,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
-    """"stop", "length" or "abort"; None while running."""
+    """"stop", "length", "repetition" or "abort"; None while running."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for the end-of-sequence token."""
+    """The stop string or stop token id that ended it, or "repetition_detected"; None for the end-of-sequence token."""
     drafted: list[bool] | None = None
     """Aligned with `token_ids`: True for a draft that the model accepted, False for a token that it sampled."""
     rejected_drafts: list[int] | None = None

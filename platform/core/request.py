@@ -122,6 +122,7 @@ class Request:
     lora: LoRA | None = None
     adapter: Any = None
     """The adapter's handle while admitted; opaque here. It belongs to the adapter manager."""
+    cache_salt: str = ""
     sharing: bytes | None = None
     """Key of the requests that may share its KV (tenant, salt); None: no other request."""
     namespace: bytes | None = None
@@ -178,6 +179,8 @@ class Request:
     """State of its logits edits; opaque here."""
     grammar: Any = None
     """Position in the grammar of `params.structured_outputs`, set at admission; opaque here."""
+    repetition: Any = None
+    """Detection of a repeated end of its output, if it is asked for; opaque here."""
     prompt_logprobs: PromptTable | None = None
     """Collected while the prompt is computed in chunks."""
     pooled: Any = None

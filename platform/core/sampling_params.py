@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import numbers
-import reprlib
-from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -14,9 +10,15 @@ from typing import Any
 from .compat.unsupported_options import accepts_unsupported_options
 from .compat.vllm_python import SAMPLING
 from .errors import InvalidRequestError, invalid
+from .parameter_checks import MAX_SEED as MAX_SEED
+from .parameter_checks import check_ids, check_length, check_strings, plain_number
+from .parameter_checks import check_integer as check_integer
+from .parameter_checks import check_number as check_number
+from .parameter_checks import check_text as check_text
+from .parameter_checks import quote_for_error as quote_for_error
+from .repetition import RepetitionDetectionParams, parse_repetition
 from .structured_outputs import StructuredOutputsParams, parse
 
-MAX_SEED = 2**63 - 1
 GREEDY_TEMPERATURE = 1e-5
 """Below it a request is greedy. `kernels.sampling` has the same number: neither may import the other."""
 
@@ -36,6 +38,10 @@ MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_LOGIT_BIASES = 1024
 ENTRIES_A_TOKEN = 16_384
 """Entries of lists that take as long as one token of a small model, 0.4 ms on a CPU."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Most entries of `logprob_token_ids`, as in vLLM: the rank of each is counted over the vocabulary."""
+MAX_MARK_TOKENS = 64
+"""Most tokens of a mark that begins or ends the reasoning."""
 LOGPROBS_A_TOKEN = 32
 """Log-probabilities that take as long as one token, sending and formatting included."""
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
@@ -50,6 +56,7 @@ MAX_SALT_CHARS = 1024
 _NUMBERS = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "speculative"),
+    "thinking_token_budget",
 )
 _SWITCHES = (
     "include_stop_str_in_output",
@@ -74,93 +81,9 @@ class RequestOutputKind(Enum):
     """One, at the end."""
 
 
-def quote_for_error(value: object) -> str:
-    """Return `value` as short text for an error message."""
-    if isinstance(value, str | bytes):
-        value = value[:100]
-    try:
-        text = repr(value) if isinstance(value, str | bytes) else reprlib.repr(value)
-    except ValueError:  # an integer of thousands of digits
-        text = f"an overlong {type(value).__name__}"
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy, or of another library, as Python's own; everything else as it is."""
-    if type(value) in (int, float, bool):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        with contextlib.suppress(OverflowError):  # a fraction too large for a float
-            return float(value)
-    return value
-
-
-def check_number(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    """Refuse `value` unless it is a finite number in [low, high] (or (low, high])."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise invalid(name, f"must be a number, got {quote_for_error(value)}")
-    if not low <= value <= high or (low_open and value == low):  # nan is refused
-        opening = "(" if low_open else "["
-        raise invalid(name, f"must be in {opening}{low}, {high}], got {quote_for_error(value)}")
-
-
-def check_integer(name: str, value: object, low: int, high: int = MAX_SEED) -> None:
-    """Refuse `value` unless it is an integer in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid(name, f"must be an integer, got {quote_for_error(value)}")
-    if not low <= value <= high:
-        limit = f"at least {low}" if value < low and high == MAX_SEED else f"in [{low}, {high}]"
-        raise invalid(name, f"must be {limit}, got {quote_for_error(value)}")
-
-
-def check_text(name: str, value: object, most: int | None = None) -> None:
-    """Refuse `value` unless it is a string that UTF-8 can hold, one without lone surrogates, of at most `most`
-    characters."""
-    if not isinstance(value, str):
-        raise invalid(name, f"must be a string, got {quote_for_error(value)}")
-    if most is not None and len(value) > most:
-        raise invalid(name, f"has {len(value)} characters; at most {most} are allowed")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise invalid(name, f"is not valid Unicode text: {error.reason}") from error
-
-
-def _length(name: str, value: Sized, most: int) -> None:
-    if len(value) > most:
-        raise invalid(name, f"has {len(value)} entries; at most {most} are allowed")
-
-
-def _token_ids(name: str, value: object, most: int | None = None) -> None:
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise invalid(name, f"must be a list of token ids, got {quote_for_error(value)}")
-    if most is not None:
-        _length(name, value, most)
-    if set(map(type, value)) <= {int} and min(value, default=0) >= 0 and max(value, default=0) <= MAX_SEED:
-        return
-    for item in value:
-        check_integer(name, item, 0)
-
-
-def _strings(name: str, value: object, most: int, most_chars: int) -> None:
-    if not isinstance(value, list | tuple):
-        raise invalid(name, f"must be a list of non-empty strings, got {quote_for_error(value)}")
-    _length(name, value, most)
-    chars = 0
-    for item in value:
-        if item == "":
-            raise invalid(name, "must be a list of non-empty strings, got an empty one")
-        check_text(name, item, most_chars)
-        chars += len(item)
-    if chars > most_chars:
-        raise invalid(name, f"has {chars} characters in all; at most {most_chars} are allowed")
-
-
 def _bias_token(key: object) -> int:
     """The token id that a key of `logit_bias` means; JSON has them as strings."""
-    number = _plain(key)
+    number = plain_number(key)
     if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20:
         number = int(key)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_SEED:
@@ -207,6 +130,9 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of top log-probabilities a generated token, in addition to the chosen token's own; from the raw logits.
     -1: the whole vocabulary, if the engine's `max_logprobs` allows it."""
+    logprob_token_ids: list[int] | None = None
+    """Tokens whose log-probabilities are given at each generated token, instead of the top ones: at most 128 ids. Then
+    `logprobs` may be left out, or be their number."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     """Biases of logits: at most 1,024 tokens, -100 to 100 each."""
@@ -223,12 +149,21 @@ class SamplingParams:
     its kin."""
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the form of the answer; a mapping with its fields is accepted too."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning; after so many the tokens of its end are forced. -1 and None: no bound."""
+    thinking_start_token_ids: list[int] | None = None
+    """Tokens that begin the reasoning, at most 64. If only `thinking_end_token_ids` are given, the answer begins with
+    it; without both they are <think> and </think> if the model has these tokens."""
+    thinking_end_token_ids: list[int] | None = None
+    """Tokens that end the reasoning, at most 64."""
+    repetition_detection: RepetitionDetectionParams | None = None
+    """End of the answer when it repeats itself; a mapping with the fields is accepted too."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     """Filled in at admission from `bad_words` with the model's tokenizer."""
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            setattr(self, name, _plain(getattr(self, name)))
+            setattr(self, name, plain_number(getattr(self, name)))
         if self.stop is None:
             self.stop = []
         elif isinstance(self.stop, str):
@@ -237,6 +172,10 @@ class SamplingParams:
         self.bad_words = self.bad_words if self.bad_words is not None else []
         self._check()
         self.stop, self.bad_words = list(self.stop), list(self.bad_words)
+        if self.logprob_token_ids is not None:
+            self.logprobs = 0  # none of the top ones
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         if self.top_k == -1:
             self.top_k = 0
         if self.seed == -1:
@@ -255,9 +194,9 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         if self.seed is not None:
             check_integer("seed", self.seed, -MAX_SEED - 1)
-        _strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
-        _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
+        check_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise invalid(name, f"must be true or false, got {quote_for_error(getattr(self, name))}")
@@ -266,10 +205,13 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), -1)
         if self.allowed_token_ids is not None:
-            _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            check_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
             if not self.allowed_token_ids:
                 raise invalid("allowed_token_ids", "must not be empty")
         self._check_logit_bias()
+        self._check_logprob_token_ids()
+        self._check_thinking()
+        self.repetition_detection = parse_repetition(self.repetition_detection)
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             self.structured_outputs = parse(self.structured_outputs)
         if self.pooling is not None and not (isinstance(self.pooling, str) and self.pooling in (*POOLINGS, CLASSIFY)):
@@ -285,9 +227,9 @@ class SamplingParams:
             check_integer("speculative", self.speculative, 0)
         if not isinstance(self.bad_words_token_ids, list):
             raise invalid("bad_words_token_ids", "must be a list")
-        _length("bad_words_token_ids", self.bad_words_token_ids, MAX_BAD_WORD_SEQUENCES)
+        check_length("bad_words_token_ids", self.bad_words_token_ids, MAX_BAD_WORD_SEQUENCES)
         for word in self.bad_words_token_ids:
-            _token_ids("bad_words_token_ids", word)
+            check_ids("bad_words_token_ids", word)
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
@@ -303,10 +245,28 @@ class SamplingParams:
             return
         if not isinstance(self.logit_bias, dict):
             raise invalid("logit_bias", "must map token ids to numbers")
-        _length("logit_bias", self.logit_bias, MAX_LOGIT_BIASES)
+        check_length("logit_bias", self.logit_bias, MAX_LOGIT_BIASES)
         for token, bias in self.logit_bias.items():
             _bias_token(token)
-            check_number("logit_bias", _plain(bias), -100.0, 100.0)
+            check_number("logit_bias", plain_number(bias), -100.0, 100.0)
+
+    def _check_logprob_token_ids(self) -> None:
+        ids = self.logprob_token_ids
+        if ids is None:
+            return
+        check_ids("logprob_token_ids", ids, MAX_LOGPROB_TOKEN_IDS)
+        self.logprob_token_ids = list(ids) or None
+        if ids and self.logprobs not in (None, 0, len(ids)):
+            raise invalid("logprobs", f"must be the number of logprob_token_ids, {len(ids)}; got {self.logprobs}")
+
+    def _check_thinking(self) -> None:
+        if self.thinking_token_budget is not None:
+            check_integer("thinking_token_budget", self.thinking_token_budget, -1)
+        for name in ("thinking_start_token_ids", "thinking_end_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None:
+                check_ids(name, ids, MAX_MARK_TOKENS)
+                setattr(self, name, list(ids) or None)
 
     @property
     def greedy(self) -> bool:
@@ -343,13 +303,18 @@ class SamplingParams:
             or self.min_tokens > 0
             or bool(self.logit_bias)
             or self.structured_outputs is not None
+            or self.thinking_token_budget is not None
             or self.penalises
         )
 
     @property
     def edits_read_tokens(self) -> bool:
         """True when the host must know the last tokens for these edits."""
-        return self.structured_outputs is not None or any(len(word) > 1 for word in self.bad_words_token_ids)
+        return (
+            self.structured_outputs is not None
+            or self.thinking_token_budget is not None
+            or any(len(word) > 1 for word in self.bad_words_token_ids)
+        )
 
     @property
     def penalises(self) -> bool:
@@ -361,7 +326,8 @@ class SamplingParams:
         """Cost of choosing one token, as a multiple of the whole cost of a plain token. Long lists and
         log-probabilities are processed for each token."""
         entries = len(self.allowed_token_ids or ()) + len(self.logit_bias or ()) + len(self.bad_words_token_ids)
-        return 1.0 + entries / ENTRIES_A_TOKEN + (self.logprobs or 0) / LOGPROBS_A_TOKEN
+        logprobs = len(self.logprob_token_ids or ()) or self.logprobs or 0
+        return 1.0 + entries / ENTRIES_A_TOKEN + logprobs / LOGPROBS_A_TOKEN
 
     @property
     def max_drafts(self) -> int | None:

@@ -31,6 +31,7 @@ repetitive text at batch 1 gained 4.99 over no drafts with at most 16 and 2.69 w
 33.3 ms, without drafts 32.0."""
 _AUTOMATIC = {"parallel_drafting": "eagle3", "use_heterogeneous_vocab": "draft_model"}
 """vLLM's switches -> the method whose files decide about them; there they have no effect."""
+GROUP_DRAFTS = ("off", "request", "prompt")
 REJECTION_METHODS = ("standard", "invariant", "synthetic")
 MAX_DRAFTS = 32
 """Most drafts of a row in one step."""
@@ -84,6 +85,19 @@ class SpeculativeConfig:
         "file or folder of texts that prompt lookup searches too; folders in it are tenants' own",
         methods=_FALLBACK,
     )
+    group_drafts: str = option(
+        "request",
+        "answers to one prompt draft for each other: those of one request with n above 1 (request), those of all "
+        "requests of a tenant with the same prompt and adapter, finished ones too (prompt), or none (off)",
+        choices=GROUP_DRAFTS,
+        methods=_FALLBACK,
+    )
+    group_max_tokens: int = option(
+        1 << 17,
+        "tokens of answers that group_drafts remembers, over all tenants and prompts",
+        within=(1, 1 << 24),
+        methods=_FALLBACK,
+    )
     suffix_decoding_max_tree_depth: int = option(
         24, "longest context that is matched, in tokens", within=(2, 256), methods=("suffix",)
     )
@@ -125,7 +139,7 @@ class SpeculativeConfig:
 
 
 SPECULATIVE_OPTIONS = declared_options(SpeculativeConfig)
-_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min", "prompt_lookup_corpus")
+_LOOKUP = ("prompt_lookup_max", "prompt_lookup_min", "prompt_lookup_corpus", "group_drafts", "group_max_tokens")
 _WITHOUT_MODEL = ("ngram", "[ngram]", "suffix")
 """Methods that vLLM accepts as `model` too."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
@@ -22,21 +22,27 @@ from ..core.errors import (
     ShuttingDownError,
     invalid,
 )
+from ..core.kv_events import KVEventSource, parse_kv_events
 from ..core.memory_usage import resident_memory_bytes
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import MAX_TOKEN_IDS, check_context, check_params, check_token_ids
 from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
+from ..core.weight_source import WeightSource
 from .adapters import EngineAdapters
+from .memory.cache_events import CacheEvents
 from .profiler import Profiler
 from .runner.pipeline import Pipeline
 from .sampling.logits_edits import EditTables, edit_state
 from .setup import build
 from .speculation_totals import SpeculationTotals
 
+if TYPE_CHECKING:
+    from .kv_publisher import KVEventPublisher
+
 _FREED = tuple(
     "scheduler adapters _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables"
-    " learner".split()
+    " learner _weights".split()
 )
 """Attributes that hold the engine's memory, which `shutdown` drops."""
 
@@ -46,7 +52,15 @@ class EngineCore:
 
     def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
         """Load the model and allocate the KV cache; see `setup.build` for the errors."""
-        parts = build(args, progress=progress)
+        self._kv_events = _open_publisher(args)  # before the model is loaded, which takes long
+        try:
+            parts = build(args, progress=progress)
+        except BaseException:
+            if self._kv_events is not None:
+                self._kv_events.close()
+            raise
+        if self._kv_events is not None:
+            parts.scheduler.prefix_cache.record(self._kv_events.events)
         self.info: EngineInfo = parts.info
         self.scheduler = parts.scheduler
         self._config = parts.config
@@ -65,6 +79,8 @@ class EngineCore:
         self.adapters = EngineAdapters(parts.adapters.catalog, parts.scheduler)
         """Loads, unloads and pins adapters; see `core.adapter_verbs`."""
         self._pipeline = Pipeline(parts.scheduler, parts.runner, self._wait)
+        self._pause = parts.pause
+        self._weights = parts.weights
         self._speculation = SpeculationTotals()
         self._profiler = Profiler()
         self._edit_tables: EditTables | None = None  # of the last request that had some: its sequences share them
@@ -79,19 +95,26 @@ class EngineCore:
         With `async_scheduling` the next step is in flight when this returns.
 
         Raises:
-            EngineDeadError: another rank is gone; every further step raises it too.
+            EngineDeadError: another rank is gone, or the weights are not whole; every further step raises it too.
         """
+        if self._weights.failure is not None:
+            raise self._weights.failure
         if self._executor.is_broken:
             raise self._executor.error()
+        if self._pause.is_frozen:
+            return self._pipeline.flush()
         try:
             with _collector_paused():
                 deltas = self._pipeline.step()
+                self._pause.observe(self.scheduler, self._pipeline)
         except Exception as error:
             if self._executor.is_broken:
                 raise self._executor.error() from error
             raise
         if self._executor.is_broken:  # maybe since the middle of a pass, whose results are unknown then
             raise self._executor.error()
+        if self._kv_events is not None:
+            self._kv_events.flush()
         self.learn()
         return deltas
 
@@ -102,7 +125,7 @@ class EngineCore:
         Returns:
             Seconds until the next slice may start; None: there is nothing to train now.
         """
-        if self.learner is None or not self._learns or self.scheduler.num_waiting:
+        if self.learner is None or not self._learns or self._pause.is_on or self.scheduler.num_waiting:
             return None
         if self.scheduler.num_running > self.learner.max_running:
             return None
@@ -110,7 +133,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """True if `step` would do work or raise."""
-        return self.scheduler.has_work() or not self._pipeline.is_idle or self._executor.is_broken
+        has_rows = self.scheduler.has_ended if self._pause.is_frozen else self.scheduler.has_work()
+        has_failed = self._executor.is_broken or self._weights.failure is not None
+        return has_rows or has_failed or not self._pipeline.is_idle
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -131,6 +156,7 @@ class EngineCore:
             seed_key=self._random.getrandbits(64) if seed is None else _seed_key(seed),
             eos_token_ids=frozenset(request.eos_token_ids),
             lora=request.lora,
+            cache_salt=request.cache_salt,
             sharing=self._sharing(request),
             num_shared_tokens=self._num_shared(request),
             text_namespace=(_joined(request.tenant, request.cache_salt), b""),
@@ -152,6 +178,38 @@ class EngineCore:
         """Abort these sequences; unknown ids are ignored and no delta follows."""
         self.scheduler.abort(request_ids)
 
+    def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Pause: see `engine.pause` for the modes. `clear_cache`: drop all KV, and preempt sequences that are kept. In
+        the mode "wait" steps go on until `has_work` is False.
+
+        Raises:
+            InvalidRequestError: there is no such mode.
+        """
+        self._pause.begin(mode, self.scheduler, self._pipeline, drops_kv=clear_cache)
+
+    def resume(self) -> None:
+        """End the pause, if there is one."""
+        self._pause.end()
+
+    def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
+        """Replace weights of the target, or with `draft` of the drafter. Cached KV of the
+        old weights is found by no request any more, but sequences that are kept go on with it.
+
+        Returns:
+            False if the target keeps some of its weights.
+
+        Raises:
+            InvalidRequestError, NotFoundError: see `Weights.update`; nothing has changed.
+            InvalidUserInputError: sequences run: the engine must be paused; or see `Weights.update`.
+        """
+        self._pipeline.settle()
+        if not self._pause.is_frozen and (self.scheduler.num_running or self.scheduler.num_waiting):
+            raise InvalidUserInputError("requests are running: pause generation before the weights change")
+        is_whole = self._weights.update(sources, draft=draft)
+        if not draft:
+            self.reset_prefix_cache()
+        return is_whole
+
     def stats(self) -> EngineStats:
         """A snapshot for metrics."""
         cache, adapters = self.scheduler.prefix_cache, self._adapters.catalog.stats()
@@ -168,6 +226,8 @@ class EngineCore:
             prefix_cache_hits=cache.num_hits,
             kv_host_hits=cache.host.num_hits * cache.block_size if cache.host is not None else 0,
             kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
+            kv_event_batches=self._kv_events.num_batches if self._kv_events is not None else 0,
+            kv_event_batches_dropped=self._kv_events.num_dropped if self._kv_events is not None else 0,
             drafters=[] if self._config.speculative is None else list(self._config.speculative.drafters),
             speculation=self._speculation.entries(),
             learning=[] if self.learner is None else self.learner.states(),
@@ -179,6 +239,7 @@ class EngineCore:
             lora_host_bytes=adapters.host_bytes,
             lora_load_failures=adapters.load_failures,
             lora_evictions={"device": adapters.device_evictions, "host": adapters.host_evictions},
+            lora_transfers=list(adapters.transfers),
             lora_rows_used=adapters.rows_used,
             lora_rows=adapters.num_rows,
         )
@@ -193,7 +254,14 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Drop the cached KV that no sequence uses; True when the cache is empty."""
-        return self.scheduler.prefix_cache.reset()
+        is_empty = self.scheduler.prefix_cache.reset()
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        return is_empty
+
+    def kv_event_sources(self) -> list[KVEventSource]:
+        """Addresses at which events of the KV cache are published; [] if they are not."""
+        return [] if self._kv_events is None else [self._kv_events.source]
 
     def release_memory(self) -> None:
         """Return the memory of KV blocks, the host's too, to the system, on a CPU; it is allocated again at its next
@@ -222,6 +290,8 @@ class EngineCore:
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
         with ExitStack() as last_first:  # all of it, even if one fails
             last_first.callback(self._free, device)
+            if self._kv_events is not None:
+                last_first.callback(self._kv_events.close)
             for part in (self._grammars, self._executor, self._adapters, self._runner, self._profiler):
                 last_first.callback(part.close)
             last_first.callback(self._pipeline.abandon)
@@ -292,6 +362,21 @@ class EngineCore:
         if learn is not None and request.tenant in learn.tenants:
             return 0  # the blocks hold the drafter's KV too, which its learnt weights have changed
         return request.num_shared_tokens
+
+
+def _open_publisher(args: EngineArgs) -> KVEventPublisher | None:
+    """Publisher of KV events; None: the options want none."""
+    config = parse_kv_events(args.kv_events_config, args.data_parallel_rank)
+    if config is None:
+        return None
+    try:
+        from .kv_publisher import KVEventPublisher
+    except ImportError as error:
+        raise InvalidRequestError(
+            f"kv_events_config needs pyzmq and msgspec, and {error.name} is missing: pip install '.[serve]'",
+            param="kv_events_config",
+        ) from error
+    return KVEventPublisher(config, args.data_parallel_rank, CacheEvents(args.block_size), args.block_size)
 
 
 @contextmanager

@@ -29,7 +29,13 @@ from ...models.pass_graphs import PassGraphs
 from ...models.states.memory import LayerStates, allocate_states
 from ...spec_decode.control.factory import Speculation, make_speculation
 from ...spec_decode.drafters.base import Drafter
-from ...spec_decode.drafters.factory import DrafterContext, check_drafter, draft_kv_bytes_per_token, named_drafts
+from ...spec_decode.drafters.factory import (
+    DrafterContext,
+    check_drafter,
+    draft_kv_bytes_per_token,
+    make_drafter,
+    named_drafts,
+)
 from ...spec_decode.learning.learner import Learner
 from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
@@ -44,16 +50,17 @@ from .hardware import find_hardware
 from .learning import make_learner
 from .load_memory import ADAPTERS, DRAFTER, KV_CACHE, SWAP_SPACE, WARM_UP, WEIGHTS, memory_for
 from .memory.host_store import HostStore
+from .pause import Pause
 from .queue.scheduler import Scheduler
 from .runner.device_queue import DeviceQueue
 from .runner.graphs import capture_ahead, make_graphs
 from .runner.model_runner import ModelRunner, RunnerParts
-from .runner.rehearsal import rehearse_adapter, rehearse_prompts
-from .runner.warm_up import rehearse, warm_up
+from .runner.rehearsal import rehearse_engine
 from .sampling.grammars import Grammars
 from .sampling.logits_edits import edit_draft_logits
 from .sampling.sampler import Sampler
 from .scheduling import make_scheduler
+from .weights import WeightParts, Weights
 
 if TYPE_CHECKING:
     from .executor.parallel import ParallelExecutor
@@ -79,6 +86,8 @@ class EngineParts(NamedTuple):
     """Memory of `swap_space`, if there is any."""
     learner: Learner | None
     """Trains draft weights of tenants that opted in; None: none did."""
+    pause: Pause
+    weights: Weights
 
 
 def build(args: EngineArgs, *, progress: bool = False) -> EngineParts:
@@ -117,7 +126,8 @@ def _build(
     model = _load(config, path, parallel, progress=progress)
     _choose_threads(model, getattr(torch, config.dtype), num_local)
     graphs = None if model.state_layers else _make_graphs(config, parallel)  # states are read by index, on the host
-    speculation = _make_speculation(config, model, graphs, parallel, progress=progress)
+    context = _drafter_context(config, model, graphs, parallel, progress=progress)
+    speculation = _make_speculation(config, context, graphs)
     drafter = speculation.drafter
     adapters = _make_adapters(config, model, speculation, parallel)
     captures = graphs is not None and graphs.captures(model)
@@ -148,25 +158,28 @@ def _build(
             host,
         )
     )
+    remake = partial(make_drafter, context=dataclasses.replace(context, graphs=None, progress=False))
+    weights = Weights(WeightParts(config, path, model, drafter, remake, adapters))
     grammars = Grammars(partial(_load_tokenizer, args, path), model.config.vocab_size)
     gates = [
+        pause := Pause(),
         adapters,
         Vocabularies(model.config.vocab_size, adapters.vocab_size, drafts_with_weights=_has_weights(drafter)),
         grammars,
-        PrefixNamespaces(adapters.namespace, model.rope.short_context),
+        PrefixNamespaces(adapters.namespace, model.rope.short_context, weights.namespace),
     ]
     scheduler = make_scheduler(config, speculation, gates, host)
     with memory_for(WARM_UP):
         if passes is not None and graphs is not None:
             capture_ahead(graphs, executor, has_ranks=parallel is not None)
-        _warm_up(config, scheduler, runner, speculation, adapters, model)
+        rehearse_engine(config, scheduler, runner, speculation, adapters, model)
     if beside_a_server():  # these would delay its requests later
         grammars.prepare()
         if has_long_steps(config, model):
             adapters.start_reader()
     info = describe(args, config, model, time.perf_counter() - started, parallel.weight_bytes if parallel else 0)
     learner = make_learner(config, model, drafter, adapters)
-    return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host, learner)
+    return EngineParts(config, info, scheduler, runner, adapters, grammars, executor, kv, host, learner, pause, weights)
 
 
 @memory_for(KV_CACHE)
@@ -279,42 +292,21 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) ->
         use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
 
 
-def _warm_up(
-    config: EngineConfig,
-    scheduler: Scheduler,
-    runner: ModelRunner,
-    speculation: Speculation,
-    adapters: AdapterManager | NoAdapters,
-    model: LanguageModel,
-) -> None:
-    """Warm up before the first request."""
-    policy = speculation.policy
-    if config.device != "cpu":
-        if policy is not None:  # as many drafts as a step may have
-            policy.hold(*max((choice for choice in policy.choices if choice[0] == 0), key=lambda choice: choice[1]))
-        try:
-            rehearse(scheduler, runner)
-            rehearse_prompts(scheduler, runner)
-            if config.lora is not None and isinstance(adapters, AdapterManager):
-                method = "" if config.speculative is None else config.speculative.method
-                rehearse_adapter(scheduler, runner, adapters, model, (method, speculation.drafter.needs.linears))
-        finally:
-            if policy is not None:
-                policy.release()
-    if policy is not None:
-        warm_up(scheduler, runner, policy)
-
-
 @memory_for(DRAFTER)
-def _make_speculation(
+def _make_speculation(config: EngineConfig, context: DrafterContext, graphs: PassGraphs | None) -> Speculation:
+    padded = graphs.grid.padded if graphs is not None and graphs.captures(context.target) else None
+    return make_speculation(config.speculative, context, padded)
+
+
+def _drafter_context(
     config: EngineConfig,
     target: LanguageModel,
     graphs: PassGraphs | None,
     parallel: ParallelExecutor | None,
     *,
     progress: bool,
-) -> Speculation:
-    context = DrafterContext(
+) -> DrafterContext:
+    return DrafterContext(
         target=target if parallel is None else parallel.as_target(target),
         model_path=config.model,
         device=config.device,
@@ -329,8 +321,6 @@ def _make_speculation(
         edit_logits=edit_draft_logits,
         graphs=graphs if parallel is None else None,  # embeddings and head are of all ranks
     )
-    padded = graphs.grid.padded if graphs is not None and graphs.captures(target) else None
-    return make_speculation(config.speculative, context, padded)
 
 
 @memory_for(ADAPTERS)

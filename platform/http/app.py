@@ -16,7 +16,7 @@ from ..core.errors import AuthenticationError, NotFoundError, OutriderError
 from ..core.logs import current_request_id
 from ..tenancy.accounts.authenticator import Authenticator, StaticKeys
 from ..tenancy.accounts.principal import Principal
-from . import engine_routes
+from . import engine_routes, weight_routes
 from .adapters import adapter_routes
 from .anthropic import messages_routes
 from .anthropic.errors import is_anthropic
@@ -28,6 +28,7 @@ from .observe import health
 from .observe.request_log import Observer
 from .openai import chat, completions, embeddings, model_routes, tokenize
 from .openai.responses import routes as responses
+from .openai.tokens import derender, generate, render
 from .protect.acting import acting_in
 from .protect.error_responses import (
     ClientDisconnectedError,
@@ -59,8 +60,9 @@ def create_app(
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)
     app.state.statistics = Statistics(app.state.serving)
-    apis = (chat, completions, responses, embeddings, messages_routes, tokenize, file_routes, batch_routes)
-    for module in (*apis, model_routes, adapter_routes, engine_routes, health, console_routes):
+    apis = (chat, completions, responses, embeddings, messages_routes, tokenize, generate, render, derender)
+    operators = (model_routes, adapter_routes, engine_routes, weight_routes, health)
+    for module in (*apis, file_routes, batch_routes, *operators, console_routes):
         app.include_router(module.router)
     app.include_router(_admin_routes(tenancy))
     install_error_handlers(app)

@@ -47,6 +47,7 @@ from .server_config import ServerConfig
 if TYPE_CHECKING:
     from ..client.async_llm import AsyncLLM
     from ..client.input_processor import InputProcessor
+    from ..client.weight_updates import AppliedUpdate
     from ..core.messages import EngineStats
     from ..tenancy.service import Tenancy
     from .observe.tracing import RequestTracer
@@ -107,13 +108,20 @@ class Serving:
         if batches is not None:
             self.metrics.register(lambda: batch_families(batches))
         self.tracer = _tracer(config.otlp_endpoint)
+        self.weight_session: AppliedUpdate | None = None
+        """Weight update that has been started and not finished."""
         self.draining = False
         """True from SIGTERM on; set before the engine's client is asked to drain."""
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "restarting", "sleeping", "draining" or "stopped"."""
+        """ "starting", "ready", "paused", "restarting", "sleeping", "draining" or "stopped"."""
         return "draining" if self.draining and self.llm.state != "stopped" else str(self.llm.state)
+
+    @property
+    def takes_requests(self) -> bool:
+        """True when requests are taken, even if they wait for the end of a pause."""
+        return self.state in ("ready", "paused")
 
     @property
     def max_values(self) -> int:
@@ -175,7 +183,7 @@ class Serving:
             raise shutting_down()
         if state == "sleeping":
             raise AsleepError("The engine sleeps and takes no requests until it is woken up")
-        if state != "ready":
+        if not self.takes_requests:
             raise EngineUnavailableError(f"The engine is {state}; try again in a moment")
 
     async def prompts(

@@ -126,6 +126,8 @@ class Engine:
         if os.path.isdir(place.folder):
             os.chdir(place.folder)
         use_kernel_configs(place.kernel_configs)
+        if args.kv_events_config is not None:
+            args.data_parallel_rank = serve.get_replica_context().rank.rank  # each replica has ports of its own
         self._replica = Replica(args, config, serve.get_replica_context().replica_id.unique_id)
         await self._replica.start()
 

@@ -78,7 +78,7 @@ class ReplicaView:
         self.ongoing = 0
         """Requests that it was given and has not answered."""
         self.ready = True
-        """False while it refuses all requests: asleep, or its engine is being restarted."""
+        """False while it answers no requests: asleep, paused, or its engine is being restarted."""
         self.adapters = LruSet(adapter_slots)
         """Adapters that it has, or was given requests for, as many as it has room for."""
         self.prefixes = LruSet(prefixes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request
 from ..drafters.base import Drafter, DrafterNeeds, DraftRow, Proposal, TargetOutput
@@ -33,6 +33,11 @@ class DrafterGroup(Drafter):
     def needs(self) -> DrafterNeeds:
         """Needs of the first drafter; a fallback has none."""
         return self._first.needs
+
+    @property
+    def weights(self) -> Sequence[Any]:
+        """Those of the first drafter; a fallback has none."""
+        return self._first.weights
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """See `Drafter`."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ...platform.core.speculative_config import MODEL_METHODS, SpeculativeConfig
+from ..drafters.answers import make_groups
 from ..drafters.base import Drafter
 from ..drafters.corpus import load_corpora
 from ..drafters.factory import DrafterContext, make_drafter
@@ -51,7 +52,8 @@ def make_speculation(
         return Speculation(drafter, SpeculationPolicy([traits[0]._replace(is_free=is_free)], padded=padded))
     least = max(config.prompt_lookup_min, min(_LOOKUP_MIN, config.prompt_lookup_max))
     corpora = load_corpora(config, context)
-    fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True, corpora=corpora)
+    groups = make_groups(config)
+    fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True, corpora=corpora, groups=groups)
     traits.append(DrafterTraits("ngram", most, _LOOKUP_RATE))
     policy = SpeculationPolicy(traits, padded=padded)
     return Speculation(DrafterGroup([drafter, fallback], policy.prefers_match), policy)

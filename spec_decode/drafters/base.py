@@ -141,6 +141,11 @@ class Drafter:
         """Layers, hidden states and projections; none by default."""
         return DrafterNeeds()
 
+    @property
+    def weights(self) -> Sequence[Any]:
+        """Objects that hold its own weights, for `models.weight_copy.copy_weights`; none by default."""
+        return ()
+
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:
         """Set its layers of the shared cache (`target_draft`: the target's), once, before the first step; the cache
         belongs to the engine.

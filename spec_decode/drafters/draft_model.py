@@ -11,6 +11,7 @@ both still have position i of a sequence in common.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -161,6 +162,11 @@ class DraftModelDrafter(TokenDrafter):
             self._vocabulary = DraftVocabulary(common, vocab_size)
         elif own_size < vocab_size:
             self._vocabulary = DraftVocabulary(torch.arange(own_size, device=model.device), vocab_size)
+
+    @property
+    def weights(self) -> Sequence[Any]:
+        """See `Drafter`."""
+        return (self._model,)
 
     @property
     def needs(self) -> DrafterNeeds:

@@ -1,22 +1,28 @@
 """Prompt lookup: the text that followed an earlier occurrence of the last few tokens (Saxena 2023, "Prompt Lookup
 Decoding").
 
-Each request is looked up in its own tokens only, so nothing of one tenant's text reaches another's drafts.
+Each request is looked up in its own tokens, in corpora, and in the answers of its group (`answers`), so nothing of one
+tenant's text reaches another's drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 import torch
 
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from ...platform.core.speculative_config import SpeculativeConfig
+from .answers import AnswerGroups, make_groups
 from .base import Drafter, DraftRow, Proposal, TargetOutput
 from .corpus import Corpora, load_corpora
 from .factory import DrafterContext
 
+MAX_CHANCE = 0.98
+"""Bound of a draft's chance when it is taken as the odds of a match, of 49 tokens."""
 _FEW_PLACES = 24
 """Earlier positions of the last tokens that are checked one by one."""
 _LONGEST = 32
@@ -123,8 +129,8 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:
 
     ns, device = (config.prompt_lookup_min, config.prompt_lookup_max), torch.device(context.device)
     corpora = load_corpora(config, context)
-    if corpora is not None or not ngram_device.runs_on(device):
-        return NgramDrafter(*ns, by_match=config.adaptive, corpora=corpora)
+    if corpora is not None or config.group_drafts == "prompt" or not ngram_device.runs_on(device):
+        return NgramDrafter(*ns, by_match=config.adaptive, corpora=corpora, groups=make_groups(config))
     return ngram_device.DeviceNgramDrafter(
         *ns,
         by_match=config.adaptive,
@@ -135,22 +141,35 @@ def load(config: SpeculativeConfig, context: DrafterContext) -> NgramDrafter:
 
 
 class NgramDrafter(Drafter):
-    """Drafts copied from the request's own earlier tokens, or from corpora if more tokens match there. Owns no KV; they
-    are certain: `Drafts.probs` is None."""
+    """Drafts copied from the request's own earlier tokens, or from corpora if more tokens match there, or from the
+    answers of its group if more of them are expected to be right. Owns no KV; they are certain: `Drafts.probs` is
+    None."""
 
-    def __init__(self, min_n: int, max_n: int, *, by_match: bool = False, corpora: Corpora | None = None) -> None:
+    def __init__(
+        self,
+        min_n: int,
+        max_n: int,
+        *,
+        by_match: bool = False,
+        corpora: Corpora | None = None,
+        groups: AnswerGroups | None = None,
+    ) -> None:
         """`by_match`: make at most 2 n - 1 drafts, or `_FEWEST`, after a match of n tokens. On chats of SmolLM2-135M a
         match of one token is followed by 0.4 correct drafts on average, of four by 3.6 and of eight by 6.8."""
         self._min_n = min_n
         self._max_n = max_n
         self._by_match = by_match
         self._corpora = corpora
+        self._groups = groups
         self._histories: dict[str, _History] = {}  # by request id; of live requests only
 
     def propose(self, rows: Sequence[DraftRow], target: TargetOutput) -> list[Proposal]:
         """Draft the text that followed last time; at the sequence's end it continues with its own copy (a loop)."""
         self._forget_finished()
-        return [Proposal(self._draft(row), len(row.tokens)) for row in rows]
+        if self._groups is None:
+            return [Proposal(self._draft(row), len(row.tokens)) for row in rows]
+        self._groups.update(rows)
+        return [Proposal(self._better(row, self._draft(row)), len(row.tokens)) for row in rows]
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
         """Drop finished requests, and update the histories of the others."""
@@ -170,9 +189,8 @@ class NgramDrafter(Drafter):
                 return found
         if start < 0:
             return NO_DRAFTS
-        length = 1
+        length = history.match_length(start, max(_LONGEST, count // 2 + 1))
         if self._by_match:
-            length = history.match_length(start, max(_LONGEST, count // 2 + 1))
             count = min(count, max(_FEWEST, 2 * length - 1))
         period = history.tokens[start : start + count]
         repeats = -(-count // len(period))
@@ -181,12 +199,22 @@ class NgramDrafter(Drafter):
     def _rated(self, row: DraftRow, drafts: list[int], length: int) -> Drafts:
         """Drafts after a match of `length` tokens, with their confidence: after n equal tokens n / (n + 1), odds of n
         to 1. Each right draft makes the match longer."""
-        if not self._by_match:
-            return Drafts(drafts)
-        if not row.is_rated:
+        if not self._by_match or not row.is_rated:
             return Drafts(drafts, match_length=length)
         confidence = [n / (n + 1) for n in range(length, length + len(drafts))]
         return Drafts(drafts, confidence=confidence, match_length=length)
+
+    def _better(self, row: DraftRow, own: Drafts) -> Drafts:
+        """`own`, or drafts from the answers of the request's group if more of those are expected to be right."""
+        assert self._groups is not None
+        found, chances = self._groups.drafts(row) if row.max_drafts > 0 and row.sampled else ([], [])
+        length = own.match_length
+        expected = sum(length / (length + n) for n in range(1, len(own.token_ids) + 1)) if length else 0.0
+        if sum(accumulate(chances, mul)) <= expected:
+            return own
+        likely = min(chances[0], MAX_CHANCE)
+        odds = max(1, round(likely / (1.0 - likely)))
+        return Drafts(found, confidence=chances if row.is_rated and self._by_match else (), match_length=odds)
 
     def _from_corpora(self, row: DraftRow, least: int) -> Drafts | None:
         """Drafts after a match of at least `least` tokens in the corpora; None without one."""
@@ -197,7 +225,14 @@ class NgramDrafter(Drafter):
             return None
         return self._rated(row, drafts[: max(_FEWEST, 2 * length - 1)] if self._by_match else drafts, length)
 
+    def forget_adapter(self, digest: bytes) -> None:
+        """See `Drafter`."""
+        if self._groups is not None:
+            self._groups.forget_adapter(digest)
+
     def _forget_finished(self) -> None:
+        if self._groups is not None:
+            self._groups.forget_finished()
         finished = [key for key, history in self._histories.items() if history.request.status is Status.FINISHED]
         for key in finished:
             del self._histories[key]

@@ -40,6 +40,18 @@ def test_loads_evictions_and_tiers(small_server):
     assert small_server.metric("lora_load_failures_total") == 0
 
 
+def test_loads_and_evictions_of_each_adapter_add_up(small_server):
+    loads = {name: small_server.metric("lora_adapter_loads_total", adapter=name, level="host") for name in NAMES}
+    assert min(loads.values()) >= 1
+    assert max(loads.values()) > 1
+    assert sum(loads.values()) == small_server.metric("lora_load_seconds_count")
+    for level in ("device", "host"):
+        total = small_server.metric("lora_evictions_total", level=level)
+        assert small_server.metric("lora_adapter_evictions_total", level=level) == total
+    assert small_server.metric("lora_adapter_loads_total", level="device") >= len(NAMES)
+    assert small_server.metric("lora_max_loras") == 1
+
+
 def test_bytes_of_adapters_are_the_sum_of_each(small_server):
     used, rows = small_server.metric("lora_rows_used"), small_server.metric("lora_rows")
     assert 0 < used <= rows

@@ -22,13 +22,17 @@ from outrider.platform.tenancy.database.store import Store
 PROMPT = "List all customers from Berlin."
 START = "The capital of France"
 MESSAGES = [{"role": "user", "content": PROMPT}]
+IDS = [1, 4, 201, 35, 589, 300]
 OTHER = "SELECT name FROM customers"
 NUM_TOKENS = 12
 OPERATOR = "operator-key-of-the-tests"
 
+GENERATED = {"choices": [{"index": 0, "token_ids": [5]}]}
+
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": START, "max_tokens": NUM_TOKENS, "temperature": 0},
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": NUM_TOKENS, "temperature": 0},
+    "/inference/v1/generate": {"token_ids": IDS, "sampling_params": {"max_tokens": NUM_TOKENS, "temperature": 0}},
     "/v1/responses": {"input": PROMPT, "max_output_tokens": NUM_TOKENS, "temperature": 0},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": NUM_TOKENS, "temperature": 0},
     "/v1/embeddings": {"input": PROMPT},
@@ -40,6 +44,10 @@ COUNTING = {
     "/tokenize": {"prompt": PROMPT},
     "/detokenize": {"tokens": [5]},
     "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/v1/chat/completions/render": {"messages": MESSAGES},
+    "/v1/completions/render": {"prompt": PROMPT},
+    "/v1/chat/completions/derender": {"generate_response": GENERATED},
+    "/v1/completions/derender": {"generate_responses": [GENERATED]},
     "/classify": {"input": PROMPT},  # the demo has no labels: see test_classify.py
 }
 """Routes that take a model and run none."""
@@ -49,7 +57,8 @@ ADAPTER_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/pin_l
 FILE_ROUTES = ("/v1/files", "/v1/batches")
 """Routes of files and batches, whose lines go to the routes above; test_batches.py has them."""
 CONTROL = (
-    *("/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health"),
+    *("/pause", "/resume", "/update_weights", "/start_weight_update", "/start_draft_weight_update"),
+    *("/finish_weight_update", "/admin/", "/sleep", "/wake_up", "/reset_prefix_cache", "/ping", "/load", "/health"),
     *(*ADAPTER_ROUTES, *FILE_ROUTES),
 )
 """Prefixes of routes that change the server, and know no model."""
@@ -60,6 +69,8 @@ def answer_content(path: str, answer: dict[str, Any]) -> Any:
     if path in ("/v1/completions", "/v1/chat/completions"):
         [choice] = answer["choices"]
         return choice["text"] if "text" in choice else choice["message"]["content"]
+    if path == "/inference/v1/generate":
+        return answer["choices"][0]["token_ids"]
     if path == "/v1/responses":
         return answer["output"][0]["content"][0]["text"]
     if path == "/v1/messages":
@@ -112,11 +123,16 @@ def direct() -> dict[str, Any]:
         [embedding] = llm.embed([PROMPT], lora_request=lora)
         [score] = llm.score(PROMPT, OTHER, lora_request=lora)
         text = llm.generate([START], params, lora_request=lora)[0].outputs[0].text
+        ids = llm.generate({"prompt_token_ids": IDS}, params, lora_request=lora)[0].outputs[0].token_ids
     finally:
         llm.shutdown()
     answers = dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), chat)
     answers |= dict.fromkeys(("/v1/score", "/v1/rerank"), score.outputs.score)
-    return answers | {"/v1/completions": text, "/v1/embeddings": embedding.outputs.embedding}
+    return answers | {
+        "/v1/completions": text,
+        "/inference/v1/generate": ids,
+        "/v1/embeddings": embedding.outputs.embedding,
+    }
 
 
 def rows(shop) -> list[dict[str, Any]]:

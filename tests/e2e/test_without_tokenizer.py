@@ -9,6 +9,7 @@ from outrider.models.demo import demo_adapters, demo_model_path
 
 IDS = [1, 4, 201, 35, 589, 300]
 CHAT = [{"role": "user", "content": "hello"}]
+GENERATED = {"request_id": "r", "choices": [{"index": 0, "token_ids": IDS}]}
 OPTION = "skip_tokenizer_init"
 
 
@@ -49,6 +50,24 @@ def test_token_ids_come_back(bare):
     assert str(IDS) in server.output  # --log-prompts
 
 
+def test_generate_gives_the_ids_of_completions(bare):
+    _, http = bare
+    for model in (None, "json"):
+        want = complete(http, model=model, max_tokens=6, logprobs=1, n=2, seed=3, temperature=1).json()["choices"]
+        params = {"max_tokens": 6, "logprobs": 1, "n": 2, "seed": 3, "temperature": 1}
+        body = {"token_ids": IDS, "model": model, "sampling_params": params}
+        answer = http.post("/inference/v1/generate", json=body).raise_for_status().json()
+        assert [choice["token_ids"] for choice in answer["choices"]] == [choice["token_ids"] for choice in want]
+        for choice, other in zip(answer["choices"], want, strict=True):
+            content = choice["logprobs"]["content"]
+            assert [entry["token"] for entry in content] == other["logprobs"]["tokens"]
+            assert [entry["logprob"] for entry in content] == other["logprobs"]["token_logprobs"]
+    # What is rendered without text is what was sent.
+    [rendered] = http.post("/v1/completions/render", json={"prompt": IDS, "max_tokens": 3}).raise_for_status().json()
+    assert (rendered["token_ids"], rendered["sampling_params"]["max_tokens"]) == (IDS, 3)
+    assert len(http.post("/inference/v1/generate", json=rendered).json()["choices"][0]["token_ids"]) == 3
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -62,6 +81,11 @@ def test_token_ids_come_back(bare):
         ("/v1/responses", {"input": "hello"}, "input"),
         ("/v1/messages", {"messages": CHAT, "max_tokens": 3}, "messages"),
         ("/v1/embeddings", {"input": "hello"}, "input"),
+        ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {"stop": "x"}}, "stop"),
+        ("/v1/chat/completions/render", {"messages": CHAT}, "messages"),
+        ("/v1/completions/render", {"prompt": "hello"}, "prompt"),
+        ("/v1/chat/completions/derender", {"generate_response": GENERATED}, "generate_response"),
+        ("/v1/completions/derender", {"generate_responses": [GENERATED]}, "generate_responses"),
         ("/tokenize", {"prompt": "hello"}, "prompt"),
         ("/tokenize", {"messages": CHAT}, "messages"),
         ("/detokenize", {"tokens": IDS}, "tokens"),

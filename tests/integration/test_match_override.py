@@ -52,6 +52,16 @@ def test_copied_text_is_drafted_by_matches_and_fresh_text_by_the_head():
 
 
 @pytest.mark.usefixtures("always_drafting")
+def test_what_other_answers_say_is_drafted_instead_of_the_heads_drafts():
+    params = [SamplingParams(n=6, seed=5, temperature=0.3, max_tokens=40, ignore_eos=True)]
+    plain, _ = generate(None, [FRESH], params)
+    alone, [(_, alone_match)] = generate(HEAD | {"adaptive": True, "group_drafts": "off"}, [FRESH], params)
+    grouped, [(_, group_match)] = generate(HEAD | {"adaptive": True}, [FRESH], params)
+    assert plain == alone == grouped
+    assert group_match > alone_match
+
+
+@pytest.mark.usefixtures("always_drafting")
 def test_forced_tokens_of_a_grammar_come_before_a_match(monkeypatch, make_engine, run):
     """The prompt has the forced words with others between them, which matches would draft."""
     found_in_time = MaskThreads.run

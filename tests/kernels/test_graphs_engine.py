@@ -227,8 +227,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """No steps before the first request: their drafts are known to the host, and they take what a test decides."""
-    for name in ("rehearse", "rehearse_prompts", "rehearse_adapter", "warm_up"):
-        monkeypatch.setattr(setup, name, lambda *args: None)
+    monkeypatch.setattr(setup, "rehearse_engine", lambda *args: None)
 
 
 @pytest.mark.parametrize(("method", "overlapping"), [("eagle3", False), ("draft_model", True), (None, True)])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from outrider.kernels import sampling as kernel_package
-from outrider.kernels.sampling import filter_logits, top_logprobs
+from outrider.kernels.sampling import filter_logits, logprobs_at, top_logprobs
 from outrider.platform.core import sampling_params
 
 INF = float("inf")
@@ -176,3 +176,18 @@ def test_rows_without_candidates_do_not_affect_others(bad: float, num_tokens: in
 
 def test_greedy_means_the_same_here_and_in_the_parameters() -> None:
     assert kernel_package.GREEDY_TEMPERATURE == sampling_params.GREEDY_TEMPERATURE
+
+
+@pytest.mark.parametrize("count", [0, 1, 128])
+def test_logprobs_at_given_tokens(count: int) -> None:
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(count))
+    logits[0, 7] = -INF
+    ids = torch.randint(0, 200, (3, count), generator=torch.Generator().manual_seed(1))
+    values, ranks = logprobs_at(logits, ids)
+    assert values.shape == ranks.shape == (3, count)
+    for row in range(3):
+        _, _, own, rank = top_logprobs(logits[row].expand(count, -1).contiguous(), ids[row], 0)
+        assert values[row].tolist() == own.tolist()
+        assert ranks[row].tolist() == rank.tolist()
+    with pytest.raises(ValueError, match="do not fit"):
+        logprobs_at(logits, ids[:2])

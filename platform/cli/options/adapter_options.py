@@ -102,4 +102,5 @@ def adapter_sources(namespace: argparse.Namespace) -> SourceOptions:
         cache_dir=namespace.lora_cache_dir,
         max_cache_bytes=namespace.lora_cache_bytes,
         max_adapter_bytes=namespace.max_lora_bytes,
+        max_upload_bytes=namespace.lora_upload_bytes,
     )

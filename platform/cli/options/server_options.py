@@ -143,6 +143,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             type=size,
             default=_SOURCES.max_adapter_bytes,
         ),
+        "lora_upload_bytes": _option(
+            "memory for the files of adapters that are loaded from memory, those that arrive too; a tenant's own get a "
+            "quarter of it (default: 4GiB)",
+            "SIZE",
+            type=size,
+            default=_SOURCES.max_upload_bytes,
+        ),
         "lora_cache_dir": _option(
             "where adapters of object stores are downloaded to (default: ~/.cache/outrider/adapters)", "PATH"
         ),

@@ -37,12 +37,14 @@ class LLMAdapters:
         """The same verbs as coroutines, which wait for no event loop."""
         self.int_ids = self.loaded.int_ids
         """Integers that stand for adapters."""
-        self.known: Mapping[str, LoRARequest] = _KnownAdapters(engine, demo, self.loaded.requests)
+        self.known: Mapping[str, LoRARequest] = _KnownAdapters(engine, demo, self.loaded.requests, sources)
         """The adapters that a name may mean."""
 
-    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+    def load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, running: str = "finish"
+    ) -> AdapterInfo:
         """Fetch and load an adapter."""
-        return _run(self.loaded.load(request, load_inplace=load_inplace, pinned=pinned))
+        return _run(self.loaded.load(request, load_inplace=load_inplace, pinned=pinned, running=running))
 
     def register(self, requests: Sequence[LoRARequest]) -> None:
         """Fetch adapters and make them known by name."""
@@ -101,19 +103,26 @@ class _KnownAdapters(Mapping[str, LoRARequest]):
     """Adapters by name: those of the engine, which is asked for one at a time, and those of the demo."""
 
     def __init__(
-        self, engine: LocalEngine, demo: Mapping[str, LoRARequest], requests: Mapping[str, LoRARequest]
+        self,
+        engine: LocalEngine,
+        demo: Mapping[str, LoRARequest],
+        requests: Mapping[str, LoRARequest],
+        sources: AdapterSources,
     ) -> None:
         """`requests`: those of adapters that were loaded or registered."""
         self._engine = engine
         self._demo = demo
         self._requests = requests
+        self._sources = sources
 
     def __getitem__(self, name: str) -> LoRARequest:
         info = self._engine.adapters.find(name)
         if info is None:
             return self._demo[name]
         kept = self._requests.get(name)
-        return kept if kept is not None and kept.path == info.path else LoRARequest(name, path=info.path)
+        if kept is not None and kept.path == info.path:
+            return kept
+        return self._sources.memory.find(name, info.path) or LoRARequest(name, path=info.path)
 
     def __iter__(self) -> Iterator[str]:
         return iter({**self._demo, **{info.name: None for info in self._engine.adapters.list()}})

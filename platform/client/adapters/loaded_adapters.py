@@ -82,7 +82,9 @@ class LoadedAdapters:
 
     # --- the verbs ------------------------------------------------------------------------------------------------
 
-    async def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+    async def load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, running: str = "finish"
+    ) -> AdapterInfo:
         """Fetch and load an adapter. Loads under one name come one after another."""
         _check(request)
         await self._start()
@@ -90,7 +92,7 @@ class LoadedAdapters:
             before = self._sources.folders_of(request.name)
             try:
                 local = await self._localize(request, again=True)
-                arguments = {"request": local, "load_inplace": load_inplace, "pinned": pinned}
+                arguments = {"request": local, "load_inplace": load_inplace, "pinned": pinned, "running": running}
                 info: AdapterInfo = await self._call("adapters.load", **arguments)
             except BaseException:
                 self._release(request.name, before)
@@ -180,7 +182,8 @@ class LoadedAdapters:
         for info in infos:
             known = self._loaded.pop(info.name, None)
             if known is None or known.request.path != info.path:
-                known = _LoadedAdapter(LoRARequest(info.name, path=info.path), False)
+                request = self._sources.memory.find(info.name, info.path)
+                known = _LoadedAdapter(request or LoRARequest(info.name, path=info.path), False)
             digest = info.digest or known.digest
             self._loaded[info.name] = known._replace(
                 is_read=known.is_read or bool(digest), pinned=info.pinned, digest=digest

@@ -24,8 +24,10 @@ from ...core.adapter_verbs import VERBS as ADAPTER_VERBS
 from ...core.adapter_verbs import AdapterVerbs, Info, Infos, Nothing
 from ...core.config import EngineArgs
 from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
+from ...core.kv_events import KVEventSource
 from ...core.logs import LogFormat
 from ...core.messages import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenDelta
+from ...core.weight_source import WeightSource
 from ...core.wire import pack
 
 
@@ -131,6 +133,20 @@ class _StartProfile(msgspec.Struct):
     prefix: str
 
 
+class _Pause(msgspec.Struct):
+    """Arguments of `pause`."""
+
+    mode: str
+    clear_cache: bool
+
+
+class _UpdateWeights(msgspec.Struct):
+    """Arguments of `update_weights`."""
+
+    sources: list[WeightSource]
+    draft: bool
+
+
 class _NoArguments(msgspec.Struct):
     """Arguments of a verb without any."""
 
@@ -140,9 +156,13 @@ VERBS: dict[str, Verb] = {
     "stats": Verb(_NoArguments, EngineStats),
     "start_profile": Verb(_StartProfile, None),
     "stop_profile": Verb(_NoArguments, str),
+    "pause": Verb(_Pause, None),
+    "update_weights": Verb(_UpdateWeights, bool),
+    "resume": Verb(_NoArguments, None),
     "has_work": Verb(_NoArguments, bool),
     "check_integrity": Verb(_NoArguments, None),
     "reset_prefix_cache": Verb(_NoArguments, bool),
+    "kv_event_sources": Verb(_NoArguments, list[KVEventSource]),
     "release_memory": Verb(_NoArguments, None),
 }
 """The methods of the engine that may be called."""

@@ -39,6 +39,8 @@ _LAST_WORDS_MS = 50
 _STOP_SECONDS = 5.0
 _HANG_CHECKS = 10
 """Number of checks in `hang_timeout`. The time in which this process itself was stopped counts as one check."""
+_SLOW_VERBS = frozenset(("update_weights",))
+"""Calls during which the engine answers no other: they read files as long as a start does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class EngineProcess:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._num_calls = 0
         self._num_answers = 0  # to pings
+        self._num_slow_calls = 0  # for which the watch waits
         self._last_words: ErrorInfo | None = None
         self._dead: EngineDeadError | None = None
 
@@ -175,7 +178,8 @@ class EngineProcess:
         last, num_missed = -1, 0
         while num_missed < _HANG_CHECKS:
             await asyncio.sleep(pause)
-            num_missed = 0 if self._num_answers != last else num_missed + 1
+            answers = self._num_answers != last or self._num_slow_calls > 0
+            num_missed = 0 if answers else num_missed + 1
             last = self._num_answers
         self._kill(f"it did not answer for {self._spec.hang_timeout:g} s")
 
@@ -205,10 +209,12 @@ class EngineProcess:
         call_id = self._num_calls
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
+        self._num_slow_calls += verb in _SLOW_VERBS
         try:
             self.send(Call(call_id, verb, arguments))
             reply = await future
         finally:
+            self._num_slow_calls -= verb in _SLOW_VERBS
             self._calls.pop(call_id, None)
         if reply.error is not None:
             raise error_from_info(reply.error)

@@ -148,10 +148,11 @@ class TokenTexts:
         """One position's log-probabilities, with the text and bytes that `next` gave of its token."""
         token_ids, logprobs = position.token_ids, position.logprobs
         result = {token_ids[0]: Logprob(logprobs[0], position.rank, *chosen)}
-        for rank in range(1, len(token_ids)):
-            token_id = token_ids[rank]
+        for index in range(1, len(token_ids)):
+            token_id = token_ids[index]
             if token_id not in result:
-                result[token_id] = Logprob(logprobs[rank], rank, *self._vocabulary.alone(token_id, self._skip))
+                rank = index if position.ranks is None else position.ranks[index - 1]
+                result[token_id] = Logprob(logprobs[index], rank, *self._vocabulary.alone(token_id, self._skip))
         return result
 
 
@@ -165,9 +166,10 @@ def _readable(data: bytes) -> TextAndBytes:
 def logprobs_without_text(position: TokenLogprobs) -> dict[int, Logprob]:
     """One position's log-probabilities by token id, for requests that want no text."""
     result: dict[int, Logprob] = {}
-    for index, (token_id, logprob) in enumerate(zip(position.token_ids, position.logprobs, strict=True)):
+    ranks = [position.rank, *(position.ranks or range(1, len(position.token_ids)))]
+    for token_id, logprob, rank in zip(position.token_ids, position.logprobs, ranks, strict=True):
         if token_id not in result:
-            result[token_id] = Logprob(logprob, position.rank if index == 0 else index)
+            result[token_id] = Logprob(logprob, rank)
     return result
 
 

@@ -18,7 +18,7 @@ _POOLED = (
     ".platform.core.pooling: ClassificationOutput ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput "
     "PoolingOutput PoolingParams PoolingRequestOutput ScoringOutput ScoringRequestOutput"
 )
-_SAMPLING = "RequestOutputKind SamplingParams StructuredOutputsParams"
+_SAMPLING = "RepetitionDetectionParams RequestOutputKind SamplingParams StructuredOutputsParams"
 _BEAMS = ".platform.core.beam_search: BeamSearchOutput BeamSearchParams BeamSearchSequence"
 
 PATHS: dict[str, tuple[str, ...]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 VLLM_PREFIX = "vllm:"
 
 SAME_NAMES = frozenset(
@@ -28,3 +30,27 @@ def vllm_names(name: str) -> list[str]:
     if name not in SAME_NAMES:
         return []
     return [name, *([OLDER_NAMES[name]] if name in OLDER_NAMES else [])]
+
+
+_LEVELS = {"device": "gpu", "host": "cpu"}
+
+
+def residency(
+    name: str, samples: Iterable[tuple[Mapping[str, str], float]]
+) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Labels and values by vLLM's name of a metric that says where adapters are. An adapter on the device counts as on
+    the host, too. Empty for another metric."""
+    if name == "lora_max_loras":
+        return {"max_gpu_lora_adapters": [({}, value) for _, value in samples]}
+    if name == "lora_adapters":
+        counts = {labels["level"]: value for labels, value in samples}
+        held = {"gpu": counts["device"], "cpu": counts["device"] + counts["host"]}
+        return {f"num_{level}_loaded_lora_adapters": [({}, count)] for level, count in held.items()}
+    if name == "lora_adapter_loaded":
+        found = [
+            ({"adapter_name": at["adapter"], "level": _LEVELS[at["level"]], "pinned": at["pinned"]}, value)
+            for at, value in samples
+            if at["level"] in _LEVELS
+        ]
+        return {"lora_adapter_loaded": found}
+    return {}

@@ -38,6 +38,7 @@ ALIASES = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
     "-dcp": "--decode-context-parallel-size",
     "-pcp": "--prefill-context-parallel-size",
     "-ep": "--enable-expert-parallel",
@@ -98,10 +99,7 @@ ENGINE: dict[str, Option] = {
         only(1, why="replicas are separate servers behind a load balancer"),
         "data_parallel_size data_parallel_size_local",
     ),
-    **each(
-        only(0, why="replicas are separate servers behind a load balancer"),
-        "data_parallel_rank data_parallel_start_rank",
-    ),
+    "data_parallel_start_rank": only(0, why="replicas are separate servers behind a load balancer"),
     **each(
         ignored(ONE_PROCESS),
         "data_parallel_address data_parallel_rpc_port data_parallel_backend master_addr master_port "
@@ -157,7 +155,6 @@ ENGINE: dict[str, Option] = {
     "kv_sharing_fast_prefill": ignored_flag("no layers share KV"),
     **each(ignored(NO_STATE_SPACE), "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size"),
     "kv_transfer_config": only({}, why="KV blocks stay in one engine"),
-    "kv_events_config": only({}, why="events of the KV cache are not published"),
     "calculate_kv_scales": off("an fp8 cache has the scales of the checkpoint"),
     "prefix_caching_hash_algo": ignored("the prefix cache has its own hash"),
     "num_lookahead_slots": ignored("slots for drafts follow from speculative_config"),

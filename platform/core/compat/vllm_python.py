@@ -28,7 +28,6 @@ SAMPLING: dict[str, Option] = {
     "truncate_prompt_tokens": only(why="cut the prompt before"),
     "guided_decoding": only(why="write structured_outputs=StructuredOutputsParams(...)"),
     "logits_processors": only([], (), why=NO_USER_CODE),
-    "logprob_token_ids": only(why="ask for logprobs and pick among them"),
     "prompt_logprob_token_ids": only(why="ask for prompt_logprobs and pick among them"),
     "prompt_logprob_start": only(0, why="ask for prompt_logprobs and cut them"),
     "flat_logprobs": off("log-probabilities are lists of dicts"),
@@ -37,8 +36,6 @@ SAMPLING: dict[str, Option] = {
     "output_text_buffer_length": ignored("it follows from stop"),
     "extra_args": only({}, why="there are no plug-ins that read them"),
     "skip_reading_prefix_cache": off("give the prompt a cache_salt of its own"),
-    "thinking_token_budget": only(why=NO_REASONING),
-    "repetition_detection": only(why="see repetition_penalty"),
     "routed_experts_prompt_start": only(0, why=NO_EXPERTS),
     "trace_decode_token_ids": only(why="tokens cannot be given in advance"),
 }
@@ -106,6 +103,10 @@ METHODS: dict[str, str] = {
     "model_config": "is not there: see engine_info",
     "do_log_stats": "is not there: see get_metrics()",
     **dict.fromkeys(("is_running", "is_stopped", "errored", "dead_error"), "is not there: see state and failure"),
+    **dict.fromkeys(
+        ("start_weight_update", "start_draft_weight_update", "finish_weight_update", "init_weight_transfer_engine"),
+        "is not there: update_weights(path, draft=...) is a whole update",
+    ),
     "set_tokenizer": "is not there: see the option tokenizer",
     **dict.fromkeys(("collective_rpc", "apply_model"), "is not there: " + NO_USER_CODE),
 }

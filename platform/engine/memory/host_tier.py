@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from ...core.batch import Move, StepPlan
+from .cache_events import HOST, CacheEvents
 
 _SMOOTHING = 0.2
 """Weight of the latest step in the measured time of a prompt token."""
@@ -63,6 +64,8 @@ class HostTier:
         self.num_slots = num_slots
         self.num_hits = 0
         """Blocks that were copied back to the device."""
+        self.events: CacheEvents | None = None
+        """See `PrefixCache.record`."""
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._draft_ready: set[bytes] = set()  # their KV in the drafter's layers is valid too
         self._free = list(range(num_slots))
@@ -84,6 +87,8 @@ class HostTier:
         if slot is None or (draft_ready and digest not in self._draft_ready):
             if slot is None:
                 slot = self._free.pop() if self._free else self._make_way()
+                if slot is not None and self.events is not None:
+                    self.events.stored_on_host(digest)
             if slot is None:
                 return
             self._moves.append(Move(block, slot, to_host=True))
@@ -97,6 +102,7 @@ class HostTier:
             return None
         digest, slot = self._slot_of.popitem(last=False)
         self._draft_ready.discard(digest)
+        self._record_removed(digest)
         return slot
 
     def take(self, digests: Sequence[bytes]) -> dict[bytes, tuple[int, bool]]:
@@ -125,6 +131,11 @@ class HostTier:
         if slot is not None:
             self._draft_ready.discard(digest)
             self._free.append(slot)
+            self._record_removed(digest)
+
+    def _record_removed(self, digest: bytes) -> None:
+        if self.events is not None:
+            self.events.removed(digest, HOST)
 
     def moves(self) -> tuple[Move, ...]:
         """Take the copies to make before the next step computes."""
@@ -133,6 +144,8 @@ class HostTier:
 
     def reset(self) -> None:
         """Drop all contents, and the copies that no step has made yet."""
+        for digest in self._slot_of:
+            self._record_removed(digest)
         self._free = list(range(self.num_slots))  # including those left taken out by an interrupt
         self._slot_of.clear()
         self._draft_ready.clear()

@@ -30,6 +30,7 @@ from typing import NamedTuple
 from ...core.batch import Move, RowPlan, StepPlan
 from ...core.request import Request
 from .block_pool import BlockPool
+from .cache_events import DEVICE, CacheEvents
 from .host_tier import HostTier
 from .state_slots import StateSlots
 
@@ -71,6 +72,8 @@ class PrefixCache:
         self._states = states
         self.keeps_finished = keeps_finished
         self.block_size = block_size
+        self.events: CacheEvents | None = None
+        """Records changes of what new sequences can find; None: nobody wants to know."""
         self.num_queries = 0
         self.num_hits = 0
         self._block_of: dict[bytes, int] = {}
@@ -79,6 +82,13 @@ class PrefixCache:
         """Blocks, cached or in use, whose KV in the drafter's layers is valid."""
         pool.on_reuse = self._reuse
         pool.keeps = self._hash_of.__contains__
+
+    def record(self, events: CacheEvents) -> None:
+        """Record changes in `events` from now on. Nothing is cached yet."""
+        assert not self._hash_of
+        self.events = events
+        if self.host is not None:
+            self.host.events = events
 
     def match(self, request: Request) -> PrefixMatch:
         """Acquire the longest cached prefix of the request's tokens. At least one token is left to compute, for its
@@ -139,6 +149,8 @@ class PrefixCache:
             self._block_of[digest], self._hash_of[block] = block, digest
             if draft_ready:
                 self._draft_ready.add(block)
+        if self.events is not None:
+            self.events.stored(request, [num_held + index for index, digest in enumerate(found) if digest in taken])
         self._begin(request, self._matched([*request.blocks, *(self._block_of[digest] for digest in found)]))
 
     def take_back(self, request: Request) -> None:
@@ -206,11 +218,12 @@ class PrefixCache:
         full = min(request.num_computed_tokens, len(request.tokens)) // self.block_size
         if full > request.num_published:
             self._extend_hashes(request, full)
-            for index in range(request.num_published, full):
+            fresh = [i for i in range(request.num_published, full) if request.block_hashes[i] not in self._block_of]
+            for index in fresh:
                 digest, block = request.block_hashes[index], request.blocks[index]
-                if digest not in self._block_of:
-                    self._block_of[digest] = block
-                    self._hash_of[block] = digest
+                self._block_of[digest], self._hash_of[block] = block, digest
+            if self.events is not None:
+                self.events.stored(request, fresh)
             request.num_published = full
         drafted = min(request.num_draft_computed // self.block_size, full)
         if drafted > request.num_draft_published:
@@ -234,6 +247,8 @@ class PrefixCache:
             self.host.reset()
         if self._states is not None:
             self._states.snapshots.reset()
+        if self.events is not None and not self._hash_of:
+            self.events.cleared()
         return not self._hash_of
 
     def _extend_hashes(self, request: Request, count: int) -> None:
@@ -269,6 +284,8 @@ class PrefixCache:
         digest = self._hash_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+            if self.events is not None:
+                self.events.removed(digest, DEVICE)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the two maps mirror each other, and the host's slots are all accounted for."""

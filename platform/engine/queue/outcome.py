@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ...core.batch import RowPlan, RowResult
 from ...core.messages import PromptTable, TokenDelta
+from ...core.repetition import RepetitionDetectionParams
 from ...core.request import NO_DRAFTS, Request
+from .repetition import Repetition
 
 
 def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | None:
@@ -31,7 +33,9 @@ def accept(row: RowPlan, got: RowResult, max_model_len: int) -> TokenDelta | Non
     if not got.token_ids:
         return None
     first = len(request.tokens) == request.num_prompt_tokens
-    reason, stop, kept = None, None, 0
+    reason: str | None = None
+    stop: int | str | None = None
+    kept = 0
     for token in got.token_ids:
         request.tokens.append(token)
         kept += 1
@@ -76,12 +80,24 @@ def ends_after(request: Request, max_model_len: int) -> bool:
     return (row.end + 1 if row.samples else len(request.tokens)) >= min(request.sampling.most_tokens, max_model_len)
 
 
-def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | None]:
+def _finish_reason(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
     """(finish_reason, stop_reason) after `token` became the sequence's last; (None, None) to continue."""
     params, length = request.params, len(request.tokens)
+    repeats = params.repetition_detection is not None and _repeats(request, params.repetition_detection, token)
     if length - request.num_prompt_tokens >= params.min_tokens:
         if token in request.eos_token_ids and not params.ignore_eos:
             return "stop", None
         if token in request.sampling.stop_ids:
             return "stop", token
-    return ("length" if length >= min(request.sampling.most_tokens, max_model_len) else None), None
+    if length >= min(request.sampling.most_tokens, max_model_len):
+        return "length", None
+    if repeats and length - request.num_prompt_tokens >= params.min_tokens:
+        return "repetition", "repetition_detected"
+    return None, None
+
+
+def _repeats(request: Request, params: RepetitionDetectionParams, token: int) -> bool:
+    """True if `token`, the sequence's last, completes a repetition. To be called for each of its tokens."""
+    if request.repetition is None:
+        request.repetition = Repetition(params)
+    return bool(request.repetition.add(token))

@@ -11,7 +11,7 @@ case. Anything that depends on the token, or preempts a sequence in flight, wait
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ...core.batch import RowPlan, StepPlan, StepResult
@@ -26,6 +26,7 @@ from .outcome import accept, ends_after
 from .prompt_throttle import PromptThrottle
 from .request_queue import POLICIES, RequestQueue
 from .row_choices import can_overlap_next, decode_row, row_choices
+from .siblings import Siblings
 from .step_budget import StepBudget, draft_budget
 
 PREFETCHED = 16  # waiting sequences for which gates may prepare while the batch is full
@@ -55,10 +56,9 @@ class Scheduler:
         self._is_metered = policy.by_tenant
         self._throttle = PromptThrottle() if config.prompt_pacing else None
         self._requests: dict[str, Request] = {}
-        self._siblings: dict[str, list[Request]] = {}  # unfinished ones of each group; the first leads
-        self._running_siblings: Counter[str] = Counter()  # by group; of "", which is none, never asked
+        self._siblings = Siblings(config.max_num_seqs, prefix_cache.block_size)
         self._reasons: dict[str, str] = {}
-        self._failed: list[TokenDelta] = []
+        self._ended: list[TokenDelta] = []
         self._leaving: set[Request] = set()  # finished, with rows in flight that write their blocks
         self._needs_commit = False  # the last plan is short of something that a sequence in flight holds
 
@@ -94,7 +94,12 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """True if any sequence is unfinished, or an error is still to be returned."""
-        return bool(self._requests or self._failed or self._leaving)
+        return bool(self._requests or self._ended or self._leaving)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the ends of sequences are still to be returned, by `commit`."""
+        return bool(self._ended)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -103,8 +108,7 @@ class Scheduler:
         """Queue a new sequence."""
         self._queue.add(request)
         self._requests[request.request_id] = request
-        if request.group is not None:
-            self._siblings.setdefault(request.group, []).append(request)
+        self._siblings.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort these sequences and free their resources; unknown ids are ignored."""
@@ -113,12 +117,13 @@ class Scheduler:
             if request is not None:
                 self._finish(request)
 
-    def end(self, request_ids: Iterable[str], error: ErrorInfo) -> None:
-        """Fail these sequences: the next step's deltas end them with this error."""
+    def end(self, request_ids: Iterable[str], error: ErrorInfo | None = None) -> None:
+        """End these sequences: the next step's deltas have this error, or without one the finish reason "abort"."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._failed.append(TokenDelta(request_id, error=error))
+                reason = "abort" if error is None else None
+                self._ended.append(TokenDelta(request_id, finish_reason=reason, error=error))
                 self._finish(request)
 
     # --------------------------------------------------------------- schedule
@@ -140,9 +145,13 @@ class Scheduler:
         while self._leaving:
             self._let_go(self._leaving.pop())
         if not self.prefix_cache.outlives_failures:
-            for request in list(self._queue.running):
-                self._preempt(request)
-            self.prefix_cache.reset()
+            self.drop_kv()
+
+    def drop_kv(self) -> None:
+        """Preempt all running sequences and empty the prefix cache. Nothing may be in flight."""
+        for request in list(self._queue.running):
+            self._preempt(request)
+        self.prefix_cache.reset()
 
     def schedule(self) -> StepPlan:
         """Plan a step under the token budget: first running sequences with one token to compute, and drafts; then
@@ -222,7 +231,7 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_preemptions += 1
         request.status = Status.WAITING
-        self._running_siblings[request.group or ""] -= 1
+        self._siblings.stop(request)
         self._queue.stop(request)
 
     def _release(self, request: Request) -> None:
@@ -259,7 +268,7 @@ class Scheduler:
             try:
                 reason = self._blocked(request)
             except OutriderError as error:
-                self._failed.append(TokenDelta(request.request_id, error=error.info()))
+                self._ended.append(TokenDelta(request.request_id, error=error.info()))
                 self._finish(request)
                 continue
             if reason is not None:
@@ -282,7 +291,7 @@ class Scheduler:
     def _blocked(self, request: Request) -> str | None:
         """The gate's reason why a request cannot start; None once it holds everything but blocks. A gate's error is
         raised: the request has failed."""
-        if self._awaits_leader(request) or self._leaves_seats(request):
+        if self._siblings.block(request):
             return "group"
         for index, gate in enumerate(self._gates):
             reason = gate.admit(request)
@@ -291,18 +300,6 @@ class Scheduler:
                     taken.release(request)
                 return reason
         return None
-
-    def _awaits_leader(self, request: Request) -> bool:
-        """True while a sibling computes the prompt blocks that this sequence can then share."""
-        if request.group is None or request.num_prompt_tokens - 1 < self.prefix_cache.block_size:
-            return False
-        leader = self._siblings[request.group][0]
-        return leader is not request and leader.num_computed_tokens < leader.num_prompt_tokens
-
-    def _leaves_seats(self, request: Request) -> bool:
-        """True when its siblings run in all seats but those that one request leaves to others: an eighth of them."""
-        seats = self.config.max_num_seqs
-        return request.group is not None and self._running_siblings[request.group] >= seats - seats // 8
 
     def _start(self, request: Request, step: StepBudget, held: int) -> RowPlan | None:
         """Start a request, after its cached prefix; returns its first row, or None if there is no room now."""
@@ -328,14 +325,14 @@ class Scheduler:
             request.status = Status.RUNNING
             if is_new and request.arrival_time:
                 request.queue_seconds = max(0.0, time.monotonic() - request.arrival_time)
-            self._running_siblings[request.group or ""] += 1
+            self._siblings.start(request)
         return row
 
     # ----------------------------------------------------------------- commit
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Apply a step's results to the sequences. The only method that moves `tokens` and `num_computed_tokens`."""
-        deltas, self._failed = self._failed, []
+        deltas, self._ended = self._ended, []
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request
             request.retire_row(row)
@@ -365,14 +362,11 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Remove a sequence and free all that it holds."""
         self._queue.remove(request, running=request.status is Status.RUNNING)
-        self._running_siblings[request.group or ""] -= request.status is Status.RUNNING
+        if request.status is Status.RUNNING:
+            self._siblings.stop(request)
         request.status = Status.FINISHED
         del self._requests[request.request_id]
-        if request.group is not None:
-            siblings = self._siblings[request.group]
-            siblings.remove(request)
-            if not siblings:
-                del self._siblings[request.group], self._running_siblings[request.group]
+        self._siblings.remove(request)
         if request.in_flight:
             self._leaving.add(request)
         else:
@@ -394,7 +388,5 @@ class Scheduler:
         assert not any(request.blocks or request.in_flight for request in waiting), "a waiting sequence holds blocks"
         assert all(request.in_flight for request in self._leaving), "a finished sequence holds blocks"
         assert set(self._requests.values()) == {*waiting, *running}
-        assert +self._running_siblings == Counter(request.group or "" for request in running), "siblings are miscounted"
         self._queue.check_integrity()
-        grouped = {request for siblings in self._siblings.values() for request in siblings}
-        assert grouped == {request for request in self._requests.values() if request.group is not None}
+        self._siblings.check_integrity(running, self._requests.values())

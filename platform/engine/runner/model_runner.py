@@ -30,11 +30,13 @@ from ....spec_decode.drafters.base import (
 )
 from ...core.batch import Move, RowPlan, RowResult, StepPlan, StepResult
 from ...core.messages import TokenLogprobs
-from ...core.request import NO_DRAFTS, Request, Status
+from ...core.request import NO_DRAFTS, Drafts, Request, Status
 from ..executor.base import Executor
 from ..memory.host_store import HostStore
 from ..sampling.grammar_masks import with_forced
-from ..sampling.sampler import Sampler, Sampling, not_finite, token_logprobs
+from ..sampling.logits_edits import edit_state
+from ..sampling.reported_logprobs import token_logprobs
+from ..sampling.sampler import Sampler, Sampling, not_finite
 from .device_queue import DeviceQueue, Done, Stopwatch
 from .pooling import pooled_part
 from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
@@ -311,17 +313,26 @@ def _with_prompt(request: Request, got: RowResult, prompt: list[TokenLogprobs] |
 
 
 def _propose_forced(rows: Sequence[RowPlan]) -> None:
-    """Replace the drafts of sequences with grammars by their forced tokens, if any. `rows`: the sampled ones; a
-    prompt's grammar starts with the step that has its last chunk."""
-    requests = [row.request for row in rows if row.request.grammar is not None]
-    requests = [request for request in requests if request.status is Status.RUNNING]
+    """Replace the drafts of sequences with grammars by their forced tokens, if any, and end those of reasoning when its
+    tokens are used up. `rows`: the sampled ones; a prompt's grammar starts with the step that has its last chunk."""
+    requests = [row.request for row in rows if row.request.status is Status.RUNNING]
+    for request in requests:
+        if request.params.thinking_token_budget is not None and request.params.max_drafts != 0:
+            thinking = edit_state(request).thinking
+            assert thinking is not None, "its parameters have a bound"
+            _replace_drafts(request, thinking.within_budget(request, request.drafts))
+    requests = [request for request in requests if request.grammar is not None]
     if not requests:
         return
     drafts = with_forced(requests, [request.drafts for request in requests])
     for request, found in zip(requests, drafts, strict=True):
-        if found is not request.drafts:  # the drafter has not computed these
-            request.num_draft_computed = min(request.num_draft_computed, len(request.tokens))
-            request.drafts = found
+        _replace_drafts(request, found)
+
+
+def _replace_drafts(request: Request, drafts: Drafts) -> None:
+    if drafts is not request.drafts:  # the drafter has not computed these
+        request.num_draft_computed = min(request.num_draft_computed, len(request.tokens))
+        request.drafts = drafts
 
 
 def _draft_row(row: RowPlan, got: RowResult, block_table: Sequence[int], first_index: int, is_rated: bool) -> DraftRow:

@@ -60,6 +60,23 @@ class Pipeline:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def flush(self) -> list[TokenDelta]:
+        """Commit the steps in flight without launching another; returns all deltas that there are."""
+        self.settle()
+        self._commit()  # of no step: sequences that ended outside of one
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def settle(self) -> None:
+        """Commit the steps in flight; their deltas are returned by the next call of `step` or `flush`. Errors are as in
+        `step`."""
+        try:
+            while self._in_flight:
+                self._commit()
+        except BaseException:
+            self.abandon()
+            raise
+
     def abandon(self) -> None:
         """Wait for the steps in flight, and discard them."""
         try:

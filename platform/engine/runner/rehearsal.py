@@ -14,17 +14,46 @@ from safetensors.torch import save_file
 from ....lora.manager import AdapterManager
 from ....models.layers.linear import Linear
 from ....models.model import LanguageModel
+from ....spec_decode.control.factory import Speculation
+from ...core.config import EngineConfig
 from ...core.lora_request import LoRARequest
 from ...core.request import Request
+from ..features import NoAdapters
 from ..queue.scheduler import Scheduler
 from .model_runner import ModelRunner
-from .warm_up import PROMPT, dummy, run_through
+from .warm_up import PROMPT, dummy, rehearse, run_through, warm_up
 
 LENGTHS = (40, 160, 1100)
 """Tokens of prompts: more than the smallest tile of quantised products has, more than their second one and the
 attention's tile of short rows have, and more than steps with small tiles of adapters have."""
 _ROOM = 64
 """Tokens that a dummy may get in addition to its prompt, drafts included."""
+
+
+def rehearse_engine(
+    config: EngineConfig,
+    scheduler: Scheduler,
+    runner: ModelRunner,
+    speculation: Speculation,
+    adapters: AdapterManager | NoAdapters,
+    model: LanguageModel,
+) -> None:
+    """Warm up before the first request, on a GPU with prompts and adapters too."""
+    policy = speculation.policy
+    if config.device != "cpu":
+        if policy is not None:  # as many drafts as a step may have
+            policy.hold(*max((choice for choice in policy.choices if choice[0] == 0), key=lambda choice: choice[1]))
+        try:
+            rehearse(scheduler, runner)
+            rehearse_prompts(scheduler, runner)
+            if config.lora is not None and isinstance(adapters, AdapterManager):
+                method = "" if config.speculative is None else config.speculative.method
+                rehearse_adapter(scheduler, runner, adapters, model, (method, speculation.drafter.needs.linears))
+        finally:
+            if policy is not None:
+                policy.release()
+    if policy is not None:
+        warm_up(scheduler, runner, policy)
 
 
 def rehearse_prompts(

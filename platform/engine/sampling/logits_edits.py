@@ -23,6 +23,7 @@ from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from .bad_words import BadWords
 from .grammar_masks import mask_logits
+from .thinking import Thinking, ThinkingRule
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -67,6 +68,13 @@ class LogitsRow(NamedTuple):
         return num_tokens - self.request.num_prompt_tokens + self.num_drafts
 
 
+_TABLED = (
+    *("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words_token_ids", "thinking_token_budget"),
+    *("thinking_start_token_ids", "thinking_end_token_ids"),
+)
+"""Parameters that the tables are made from."""
+
+
 class EditTables:
     """A request's parameters in the form that steps use: made once, shared by the request's sequences."""
 
@@ -78,13 +86,13 @@ class EditTables:
         self.biased = _tokens(params.logit_bias)
         self.biases = np.array([*(params.logit_bias or {}).values()], np.float32)
         self.words = BadWords(params.bad_words_token_ids)
+        self.thinking = ThinkingRule.read(params)
 
     def fits(self, request: Request) -> bool:
         """True when these are the tables of another sequence, too."""
         mine, its = self._params, request.params
         return self._eos_token_ids == request.eos_token_ids and all(
-            getattr(mine, name) == getattr(its, name)
-            for name in ("allowed_token_ids", "stop_token_ids", "logit_bias", "bad_words_token_ids")
+            getattr(mine, name) == getattr(its, name) for name in _TABLED
         )
 
 
@@ -95,8 +103,10 @@ def _tokens(token_ids: Collection[int] | None) -> np.ndarray:
 class EditState:
     """State of one sequence's edits between steps."""
 
-    def __init__(self, tables: EditTables) -> None:
+    def __init__(self, tables: EditTables, request: Request) -> None:
         self.tables = tables
+        self.thinking = None if tables.thinking is None else Thinking(tables.thinking, request)
+        """Bounded reasoning; None: it has no bound."""
         self._num_seen = 0  # generated tokens
         self._word_state = 0  # after these
 
@@ -117,7 +127,8 @@ def edit_state(request: Request, tables: EditTables | None = None) -> EditState:
     """The request's state. `tables`: of another sequence, shared if it is of the same request."""
     if request.edit_state is None:
         shared = tables is not None and tables.fits(request)
-        request.edit_state = EditState(tables if tables is not None and shared else EditTables(request))
+        own = tables if tables is not None and shared else EditTables(request)
+        request.edit_state = EditState(own, request)
     state: EditState = request.edit_state
     return state
 
@@ -132,7 +143,7 @@ class Edit:
 
 def apply_edits(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """Edit `logits` [R, V] (float32) in place, in vLLM's order: grammar, allowed tokens, bad words, minimum
-    length, bias, penalties."""
+    length, bias, penalties; then the end of reasoning."""
     for edit in EDITS:
         chosen = [row for row in rows if edit.wanted(row.request.params)]
         if chosen:
@@ -211,6 +222,27 @@ def _penalties(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     penalise(logits, sequences)
 
 
+def _end_thinking(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
+    """Only the next token of the end mark, when the tokens of reasoning are used up. A token that another edit has
+    excluded is not forced: then the reasoning goes on."""
+    pairs = [(row.place, _forced_end(row)) for row in rows]
+    forced = [(place, token) for place, token in pairs if token is not None]
+    if not forced:
+        return
+    table = to_device(np.array(forced, np.int64), logits.device)
+    places, tokens = table[:, 0], table[:, 1:]
+    part = logits[places]
+    kept = part.gather(1, tokens)
+    part.masked_fill_(kept > NEGATIVE_INFINITY, NEGATIVE_INFINITY).scatter_(1, tokens, kept)
+    logits[places] = part
+
+
+def _forced_end(row: LogitsRow) -> int | None:
+    thinking = edit_state(row.request).thinking
+    assert thinking is not None, "only rows with a bound are edited"
+    return thinking.forced_after(row.request, row.drafts)
+
+
 EDITS: tuple[Edit, ...] = (
     Edit(lambda p: p.structured_outputs is not None, mask_logits),
     Edit(lambda p: p.allowed_token_ids is not None, _allow_only),
@@ -218,4 +250,5 @@ EDITS: tuple[Edit, ...] = (
     Edit(lambda p: p.min_tokens > 0, _min_tokens),
     Edit(lambda p: bool(p.logit_bias), _logit_bias),
     Edit(lambda p: p.penalises, _penalties),
+    Edit(lambda p: p.thinking_token_budget is not None, _end_thinking),
 )

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ....kernels.device_outcome import DeviceOutcome
 from ....kernels.dispatch import use_triton
-from ....kernels.sampling import filter_logits, most_likely, row_stats, top_logprobs
+from ....kernels.sampling import filter_logits, logprobs_at, most_likely, row_stats, top_logprobs
 from ....kernels.staging import Download, upload
 from ....spec_decode.verify.synthetic import choose_synthetic
 from ....spec_decode.verify.verification import (
@@ -31,9 +31,9 @@ from ....spec_decode.verify.verification import (
 )
 from ...core.batch import RowResult
 from ...core.errors import AdapterError, InvalidRequestError, OutriderError
-from ...core.messages import TokenLogprobs
 from ...core.request import Drafts, Request
 from .logits_edits import LogitsRow, Seen, apply_edits
+from .reported_logprobs import as_logprobs, given_ids, with_given
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +158,10 @@ class Sampler:
         if reported:
             k = max(rows[i].request.params.logprobs or 0 for i in wanting)
             parts += top_logprobs(raw, choices.token_ids[index].clamp(min=0), k)
+            lists = [rows[i].request.params.logprob_token_ids or [] for i in wanting]
+            given = given_ids(lists, [1 + len(rows[i].drafts.token_ids) for i in wanting])
+            if given.shape[1]:
+                parts += logprobs_at(raw, upload(logits.device, given.reshape(-1))[0].view(given.shape))
         return Pending(rows, verify_rows, wanting, (*choices, raw_top, top), Download(parts), logits.shape[1])
 
     def _edit(self, logits: Tensor, rows: Sequence[SampleRow], starts: list[int]) -> bool:
@@ -248,8 +252,12 @@ class Pending(NamedTuple):
             row, got = self.rows[i], sampled[i].token_ids
             if got:
                 k = row.request.params.logprobs or 0
-                of_tokens = (part[place : place + len(got)] for part in reports)
-                sampled[i] = sampled[i]._replace(logprobs=_as_logprobs(got, k, *of_tokens))
+                own = slice(place, place + len(got))
+                positions = as_logprobs(got, k, *(part[own] for part in reports[:4]))
+                ids = row.request.params.logprob_token_ids
+                if ids:
+                    positions = with_given(ids, positions, *(part[own] for part in reports[4:]))
+                sampled[i] = sampled[i]._replace(logprobs=positions)
             place += 1 + len(row.drafts.token_ids)
         return sampled
 
@@ -359,21 +367,3 @@ def _starts(rows: Sequence[SampleRow]) -> list[int]:
         starts.append(total)
         total += 1 + len(row.drafts.token_ids)
     return starts
-
-
-def token_logprobs(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Log-probabilities of `tokens` [R] and of the `k` most likely tokens under raw `logits` [R, V]."""
-    chosen = upload(logits.device, np.array(tokens, dtype=np.int64))[0]
-    return _as_logprobs(tokens, k, *Download(top_logprobs(logits, chosen, k)).wait())
-
-
-def _as_logprobs(
-    tokens: Sequence[int],
-    k: int,
-    ids: list[list[int]],
-    values: list[list[float]],
-    own: list[float],
-    rank: list[int],
-) -> list[TokenLogprobs]:
-    """From lists of `top_logprobs` with at least `k` columns."""
-    return [TokenLogprobs([token, *ids[i][:k]], [own[i], *values[i][:k]], rank[i]) for i, token in enumerate(tokens)]

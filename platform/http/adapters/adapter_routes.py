@@ -3,61 +3,86 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from ...client.adapters.sources.memory import Upload
 from ...core.adapter_names import engine_name
 from ...core.errors import AdapterError, InvalidUserInputError, NotFoundError, OutriderError, PermissionDeniedError
 from ...core.lora_request import LoRARequest
+from ...core.messages import AdapterInfo
 from ...core.text import shorten
 from ...tenancy.accounts.principal import Principal
 from ...tenancy.accounts.records import StoredAdapter
 from ..body.reader import documented, read_body
+from ..observe.request_log import ADAPTER_DIGEST
 from ..protect.accounting import charge_call
 from ..protect.audit_log import audit
 from ..serving_state import Serving, principal_of, require_admin, serving_of
-from .adapter_bodies import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
+from .adapter_bodies import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest, UploadAdapterRequest
 from .adapter_choice import MAX_ADAPTER_NAME
+from .adapter_upload import about_upload, documented_load, is_form, receive_form, receive_shared_memory, uploaded
 from .model_registry import unknown_adapter
 
 router = APIRouter()
 
 
-@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented(LoadAdapterRequest))
+@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented_load())
 async def load_adapter(request: Request) -> Response:
-    """Register an adapter from a folder or another source that this server allows."""
+    """Register an adapter from a folder or another allowed source, or one that arrives with the call."""
     principal = await _may_have_adapters(request)
     serving = serving_of(request)
-    body = await read_body(request, LoadAdapterRequest)
-    _check_new_name(body.lora_name)
-    for field in ("lora_path", "draft_path"):
-        if getattr(body, field) == "":
-            raise InvalidUserInputError(f"{field} must not be empty", param=field)
-    if body.pinned and not principal.is_admin:
-        raise PermissionDeniedError("pinned: an adapter is kept on the device by an admin's API key", param="pinned")
-    tenant = _owner(serving, principal, body.tenant)
-    _check_allowed(serving, principal, body.lora_name)
-    serving.check_ready()
-    async with serving.adapter_locks.of(engine_name(tenant, body.lora_name)):
-        serving.models.check_free(body.lora_name, tenant=tenant, load_inplace=body.load_inplace)
-        if principal.is_admin:
-            await _load(serving, body, tenant, max_adapters=None)
+    memory = serving.llm.sources.memory
+    upload: Upload | None = None
+    with contextlib.ExitStack() as stack:
+        body: LoadAdapterRequest | UploadAdapterRequest
+        if is_form(request):
+            upload = stack.enter_context(memory.upload("" if principal.is_admin else principal.tenant))
+            body = await receive_form(request, upload, memory.max_adapter_bytes)
         else:
-            with serving.models.room_for(body.lora_name, tenant, principal.max_adapters):
-                await _load(serving, body, tenant, max_adapters=principal.max_adapters)
+            body = await read_body(request, LoadAdapterRequest)
+            body.check_source()
+        _check_new_name(body.lora_name)
+        if body.pinned and not principal.is_admin:
+            message = "pinned: an adapter is kept on the device by an admin's API key"
+            raise PermissionDeniedError(message, param="pinned")
+        tenant = _owner(serving, principal, body.tenant)
+        _check_allowed(serving, principal, body.lora_name)
+        serving.check_ready()
+        if isinstance(body, LoadAdapterRequest) and body.lora_shm is not None:
+            _check_shared_memory(serving, principal)
+            upload = stack.enter_context(memory.upload(tenant))
+            await receive_shared_memory(body, upload, memory.max_adapter_bytes)
+        async with serving.adapter_locks.of(engine_name(tenant, body.lora_name)):
+            serving.models.check_free(body.lora_name, tenant=tenant, load_inplace=body.load_inplace)
+            if not principal.is_admin:
+                stack.enter_context(serving.models.room_for(body.lora_name, tenant, principal.max_adapters))
+            if upload is not None:
+                info = await _load_upload(serving, body, upload, tenant)
+            else:
+                assert isinstance(body, LoadAdapterRequest)
+                info = await _load_path(serving, body, tenant, None if principal.is_admin else principal.max_adapters)
     await _audit(request, "loaded", tenant, body.lora_name)
-    return _success(body.lora_name, "added")
+    response = _success(body.lora_name, "added")
+    response.headers[ADAPTER_DIGEST] = info.digest
+    return response
 
 
-async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_adapters: int | None) -> None:
+async def _load_path(serving: Serving, body: LoadAdapterRequest, tenant: str, max_adapters: int | None) -> AdapterInfo:
     """Load and store an adapter. `max_adapters` is None if an admin loads, who reads from other folders than a
     tenant does."""
     models, policy = serving.models, serving.adapter_policy
     admitted = await policy.admit(body, tenant=None if max_adapters is None else tenant)
-    await models.load(
-        admitted.request, tenant=tenant, load_inplace=body.load_inplace, pinned=body.pinned, root=body.lora_path
+    info = await models.load(
+        admitted.request,
+        tenant=tenant,
+        load_inplace=body.load_inplace,
+        pinned=body.pinned,
+        running=body.running,
+        root=body.lora_path,
     )
     try:
         stored = None if serving.adapter_sync is None else await _stored(serving, admitted.request, tenant, body.pinned)
@@ -75,6 +100,38 @@ async def _load(serving: Serving, body: LoadAdapterRequest, tenant: str, max_ada
             with contextlib.suppress(OutriderError):
                 await models.unload(body.lora_name, tenant=tenant)
         raise
+    return info
+
+
+async def _load_upload(
+    serving: Serving, body: LoadAdapterRequest | UploadAdapterRequest, upload: Upload, tenant: str
+) -> AdapterInfo:
+    """Load an adapter that has arrived. Other servers of a database do not get it."""
+    if serving.adapter_sync is not None and serving.adapter_sync.has(tenant, body.lora_name):
+        raise InvalidUserInputError(
+            f"lora_name: {shorten(body.lora_name)!r} is an adapter of the database, which all its servers have; unload "
+            "it before another one is loaded from memory",
+            param="lora_name",
+        )
+    config = body.config if isinstance(body.config, str) else json.dumps(body.config)
+    request = await uploaded(upload, body.lora_name, config.encode(), body.sha256, tenant)
+    try:
+        return await serving.models.load(
+            request, tenant=tenant, load_inplace=body.load_inplace, pinned=body.pinned, running=body.running
+        )
+    except AdapterError as error:
+        raise about_upload(error) from error
+
+
+def _check_shared_memory(serving: Serving, principal: Principal) -> None:
+    """Check that shared memory may be read: it may hold anybody's data.
+
+    Raises:
+        PermissionDeniedError: a tenant asks. AdapterError: the server does not allow it.
+    """
+    if not principal.is_admin:
+        raise PermissionDeniedError("lora_shm: shared memory is read for an admin's API key alone", param="lora_shm")
+    serving.adapter_policy.check_shared_memory()
 
 
 async def _stored(serving: Serving, request: LoRARequest, tenant: str, pinned: bool) -> StoredAdapter:

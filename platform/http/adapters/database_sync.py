@@ -100,6 +100,10 @@ class AdapterSync:
         async with self._lock:
             await self._tenancy.database.run(self._tenancy.store.set_adapter_pinned, tenant, name, pinned)
 
+    def has(self, tenant: str, name: str) -> bool:
+        """True for an adapter that this server has because of the database."""
+        return (tenant, name) in self._applied
+
     # --- changes made elsewhere ---
 
     def _on_change(self, snapshot: Snapshot) -> None:

@@ -179,25 +179,27 @@ class ModelRegistry:
         tenant: str = "",
         load_inplace: bool = False,
         pinned: bool = False,
+        running: str = "finish",
         root: str | None = None,
-    ) -> None:
+    ) -> AdapterInfo:
         """Register an adapter under its plain name; the engine validates it first. `root`: where it comes from, as the
         user wrote it."""
         self.check_free(request.name, tenant=tenant, load_inplace=load_inplace)
         owned = _owned(request, tenant)
         try:
-            info = await self._llm.adapters.load(owned, load_inplace=load_inplace, pinned=pinned)
+            info = await self._llm.adapters.load(owned, load_inplace=load_inplace, pinned=pinned, running=running)
         except InvalidUserInputError:
             # Taken in the engine alone: by one that was found by its name, or that a request in flight brought back
             # when it had been unloaded.
             if load_inplace:
                 raise
             self.check_free(request.name, tenant=tenant, load_inplace=False)
-            info = await self._llm.adapters.load(owned, load_inplace=True, pinned=pinned)
+            info = await self._llm.adapters.load(owned, load_inplace=True, pinned=pinned, running=running)
         self._note(owned, root)
         facts = self._facts[owned.name]
         facts.info, facts.draft = info, info.draft
         self._note_change()
+        return info
 
     async def register(self, request: LoRARequest, *, tenant: str = "") -> None:
         """Make an adapter known by its plain name; its files are read when requests come."""
@@ -262,7 +264,7 @@ class ModelRegistry:
     async def refresh(self) -> None:
         """Update the facts on the cards."""
         self._in_directories = await self._llm.sources.in_directories()
-        if self._llm.state != "ready":
+        if self._llm.state not in ("ready", "paused"):
             return
         for name in self._found.keys() - self._in_directories.keys():
             with contextlib.suppress(OutriderError):

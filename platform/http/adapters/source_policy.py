@@ -21,6 +21,7 @@ from ...client.adapters.sources.resolver import (
     shown_source,
     source_scheme,
 )
+from ...client.adapters.sources.shared_memory import SHARED_MEMORY
 from ...core.adapter_files import ANYWHERE, is_inside, real_roots
 from ...core.errors import AdapterError
 from ...core.lora_request import LoRARequest
@@ -55,6 +56,7 @@ class AdapterPolicy:
         Raises:
             AdapterError: it may not be read there; `param` names the field.
         """
+        assert body.lora_path is not None
         path, folder = await asyncio.to_thread(self._admit_for, tenant, body.lora_path, "lora_path")
         folders = {} if folder is None else {"lora_path": folder}
         draft_path = body.draft_path
@@ -104,6 +106,14 @@ class AdapterPolicy:
                 folder = rules.check(path, field)
                 return folder.path, folder
         raise outside
+
+    def check_shared_memory(self) -> None:
+        """Check that shared memory may be read, as a root; AdapterError otherwise."""
+        if not is_inside(os.path.realpath(SHARED_MEMORY), self._rules.roots):
+            raise no_adapter(
+                "lora_shm: shared memory is read over HTTP only when the server runs with --lora-root " + SHARED_MEMORY,
+                "lora_shm",
+            )
 
     async def check_again(self, admitted: Admitted) -> None:
         """Check that no folder has changed since it was checked, so that it is known what has been read; AdapterError

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_TRIES = 8
-"""Tries of a line whose request may itself be what fails, such as one whose adapter's store is away."""
+"""Tries of a line whose request may itself be what fails, such as one whose adapter's store is away; and of one whose
+adapter was replaced (409)."""
 MAX_DEATHS = 3
 """Tries of a line during which the engine died: it may be what kills it, for everybody."""
 MAX_WAIT = 60.0
@@ -80,10 +81,10 @@ class Sender:
             async with self._place() as acting:
                 _acting.set(acting)
                 response = await self._client.post(request.url, content=request.body, headers=headers)
-            if response.status_code not in (429, 503, 529):
+            if response.status_code not in (409, 429, 503, 529):
                 return response
             kind = _error_type(response)
-            passing = response.status_code != 503 or kind in _PASSING
+            passing = response.status_code not in (409, 503) or kind in _PASSING
             waits += passing
             tries += not passing
             deaths += kind == "EngineDeadError"

@@ -80,6 +80,9 @@ BOUNDS: Mapping[str, Bound] = {
     "system": Bound(),
     "tokens": Bound(),
     "token_ids": Bound(),
+    "sampling_params": Bound(size=MAX_ALLOWED_TOKEN_IDS + 4 * MAX_CONSTRAINT_CHARS),
+    **dict.fromkeys(("generate_response", "generate_responses", "prompt_token_ids"), Bound()),
+    **dict.fromkeys(("chat_request", "completion_request"), Bound()),
     **dict.fromkeys(("text_1", "text_2", "queries", "data_1", "data_2", "query", "documents"), Bound(size=1 << 20)),
     "tools": Bound(size=1 << 18),  # those of coding agents have more than 100,000 characters
     "stop": Bound(MAX_STOP_STRINGS, MAX_STOP_CHARS),

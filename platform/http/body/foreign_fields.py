@@ -49,7 +49,6 @@ _FORMATS = {
         Unsupported((False,)),
         "return_tokens_as_token_ids return_prompt_text return_hidden_states return_routed_experts return_meta_info",
     ),
-    **_each(Unsupported(([],)), "logprob_token_ids"),
     "return_prompt_token_ids": Unsupported((False,), instead="return_token_ids"),
     "moderation": Unsupported(),
 }
@@ -81,7 +80,7 @@ _SAMPLING = {
     "stop_regex": Unsupported(("", [])),
     "no_stop_trim": Unsupported((False,), instead="include_stop_str_in_output"),
     "detokenize": Unsupported((True,)),
-    **_each(Unsupported(), "repetition_detection task"),
+    **_each(Unsupported(), "task"),
     **_each(Unsupported((0,)), "no_repeat_ngram_size mirostat mirostat_mode"),
     **_each(Unsupported((0.0,)), "top_a dry_multiplier xtc_probability"),
     **_each(
@@ -101,7 +100,12 @@ _OURS = {
     **_each(Unsupported((0,)), "min_tokens top_logprobs"),
     **_each(Unsupported((0.0,)), "min_p presence_penalty frequency_penalty"),
     **_each(Unsupported((1.0,)), "length_penalty repetition_penalty"),
-    **_each(Unsupported(([],)), "stop_token_ids allowed_token_ids bad_words"),
+    **_each(
+        Unsupported(([],)),
+        "stop_token_ids allowed_token_ids bad_words logprob_token_ids thinking_start_token_ids thinking_end_token_ids",
+    ),
+    "thinking_token_budget": Unsupported((-1,)),
+    "repetition_detection": Unsupported(({},)),
     **_each(Unsupported(({},)), "logit_bias structured_outputs"),
     **_each(Unsupported(), "prompt_logprobs guided_choice guided_grammar guided_json guided_regex"),
 }
@@ -139,9 +143,10 @@ QUIET: Mapping[str, tuple[Any, ...]] = {
 
 _OPENAI = "include_obfuscation metadata parallel_tool_calls prediction prompt_cache_key prompt_cache_options \
 prompt_cache_retention reasoning_effort safety_identifier service_tier store verbosity"
-_VLLM = "early_stopping ec_transfer_params guided_decoding_backend include_reasoning \
+_VLLM = "assistant_tokens_mask early_stopping ec_transfer_params guided_decoding_backend include_reasoning \
 kv_transfer_params media_io_kwargs mm_processor_kwargs request_id return_mm_kwargs return_token_offsets \
-routed_experts_prompt_start session_id stream_interval thinking_token_budget truncation_side vllm_xargs"
+output_kind output_text_buffer_length routed_experts_prompt_start session_id skip_clone stream_interval \
+token_offsets truncation_side vllm_xargs"
 _SGLANG = "bootstrap_host bootstrap_port bootstrap_room custom_labels custom_params data_parallel_rank \
 disagg_prefill_dp_rank extra_key images_config max_dynamic_patch min_dynamic_patch ngram_corpus_id \
 return_cached_tokens_details rid routed_dp_rank routed_experts_start_len separate_reasoning stream_reasoning \

@@ -49,6 +49,11 @@ def documented(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
+def has_body(request: Request) -> bool:
+    """True when the request brings a body, for routes that can do without."""
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+
+
 async def read_body(request: Request, model: type[ModelT]) -> ModelT:
     """The request's body as `model`; `read_waiting_body` for one that may have to wait."""
     with contextlib.closing(serving_of(request).bodies.body()) as held:
@@ -90,6 +95,11 @@ def _parse(raw: bytearray, model: type[ModelT], strict: bool) -> ModelT:
         raise InvalidRequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidRequestError("The body must be a JSON object")
+    return validated(content, model, strict=strict)
+
+
+def validated(content: dict[str, Any], model: type[ModelT], *, strict: bool) -> ModelT:
+    """An object of a body as `model`; it may be changed. Errors as of `read_body`."""
     check_fields(content, model)
     adapt(content, model, strict=strict)
     try:

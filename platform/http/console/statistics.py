@@ -95,7 +95,7 @@ class Statistics:
 
     async def _look(self) -> None:
         """Take a snapshot of the engine; without an answer the last one stays."""
-        if self._serving.llm.state not in ("ready", "draining"):
+        if self._serving.llm.state not in ("ready", "paused", "draining"):
             return
         stats = await self._serving.update_metrics()
         if stats is None:

@@ -9,7 +9,7 @@ class ServerFacts(BaseModel):
     """Facts about the server, and its state."""
 
     state: str
-    """"starting", "ready", "restarting", "draining" or "stopped"."""
+    """"starting", "ready", "paused", "restarting", "sleeping", "draining" or "stopped"."""
     version: str
     uptime: float
     engine_restarts: int

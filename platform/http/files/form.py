@@ -1,8 +1,9 @@
-"""Parser of an uploaded form: its file goes to disk while it arrives, its other fields are short texts."""
+"""Parser of an uploaded form: its file is written while it arrives, its other fields are short texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
@@ -42,8 +43,12 @@ def parse_boundary(content_type: str) -> bytes:
 class Form:
     """One form. `feed` blocks: the file is written by it."""
 
-    def __init__(self, boundary: bytes, write: Callable[[bytearray], None]) -> None:
-        """`write` takes pieces of the file."""
+    def __init__(
+        self, boundary: bytes, write: Callable[[bytearray], None], documents: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """`write` takes pieces of the file. `documents` are fields with longer texts, which are kept as they are, and
+        their largest numbers of bytes."""
+        self._documents = documents
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         """Name of the file; None until there is one."""
@@ -126,13 +131,16 @@ class Form:
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         self._content += memoryview(data)[start:end]
-        if self._name != _FILE and len(self._content) > MAX_FIELD_BYTES:
+        most = self._documents.get(self._name, MAX_FIELD_BYTES)
+        if self._name != _FILE and len(self._content) > most:
             name = shorten(self._name)
-            raise InvalidRequestError(f"{name} is longer than {MAX_FIELD_BYTES} bytes", param=name)
+            raise InvalidRequestError(f"{name} is longer than {most} bytes", param=name)
 
     def _on_part_end(self) -> None:
         if self._name == _FILE:
             self._flush()
+        elif self._name in self._documents:
+            self.fields[self._name] = self._content.decode("utf-8", "replace")
         else:
             self.fields[self._name] = _text(bytes(self._content))
         self._content, self._name = bytearray(), ""

@@ -28,11 +28,12 @@ _NO_WEIGHT = re.compile(r"q=0(\.0*)?")
 
 @router.get("/health", response_model=None)
 async def health(request: Request) -> Response:
-    """200 while requests are taken; else 503 with the reason in `status`."""
+    """200 while requests are taken, with the status "paused" if they wait; else 503 with the reason in `status`."""
     serving = serving_of(request)
     state = serving.state
-    problem = serving.tenancy.ledger.problem if state == "ready" and serving.tenancy is not None else None
-    if state == "ready" and problem is None:
+    takes = serving.takes_requests
+    problem = serving.tenancy.ledger.problem if takes and serving.tenancy is not None else None
+    if takes and problem is None:
         return JSONResponse({"status": state})
     state = state if problem is None else "ledger_unavailable"
     message = f"The server is {state}" if problem is None else f"Requests cannot be accounted for: {problem}"

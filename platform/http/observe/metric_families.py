@@ -118,9 +118,15 @@ class EngineCounters:
     prefix_cache_hits: int = 0
     kv_host_hits: int = 0
     num_preemptions: int = 0
+    kv_event_batches: int = 0
+    kv_event_batches_dropped: int = 0
     lora_load_failures: int = 0
     lora_evictions: dict[str, int] = field(default_factory=dict)
     """Evicted adapters by the level that they left."""
+    lora_loads_of: Counts[Labels] = field(default_factory=Counts)
+    """Loads by adapter and the level that it reached."""
+    lora_evictions_of: Counts[Labels] = field(default_factory=Counts)
+    """Evictions by adapter and the level that it left."""
     speculation: dict[Labels, SpeculationCounts] = field(default_factory=dict)
     """Counts by (adapter, tenant)."""
 
@@ -130,9 +136,15 @@ class EngineCounters:
         self.prefix_cache_hits += stats.prefix_cache_hits
         self.kv_host_hits += stats.kv_host_hits
         self.num_preemptions += stats.num_preemptions
+        self.kv_event_batches += stats.kv_event_batches
+        self.kv_event_batches_dropped += stats.kv_event_batches_dropped
         self.lora_load_failures += stats.lora_load_failures
         for level, count in stats.lora_evictions.items():
             self.lora_evictions[level] = self.lora_evictions.get(level, 0) + count
+        for one in stats.lora_transfers:
+            name = labels.adapter(one.adapter)
+            self.lora_loads_of.update({(name, level): count for level, count in one.loads.items()})
+            self.lora_evictions_of.update({(name, level): count for level, count in one.evictions.items()})
         for entry in stats.speculation:  # several may share labels
             self.speculation.setdefault(labels(entry.adapter, entry.tenant), SpeculationCounts()).add(entry.counts)
 
@@ -165,6 +177,8 @@ def _scheduler_families(stats: EngineStats, counters: EngineCounters) -> Iterato
         prefix_cache_hits=("Prompt tokens found in the cache.", counters.prefix_cache_hits),
         kv_host_hits=("Tokens whose KV came back from host memory.", counters.kv_host_hits),
         num_preemptions=("Sequences that lost their blocks.", counters.num_preemptions),
+        kv_event_batches=("Batches of KV events.", counters.kv_event_batches),
+        kv_event_batches_dropped=("Those that were not sent: the queue was full.", counters.kv_event_batches_dropped),
     )
 
 
@@ -227,9 +241,15 @@ def _lora_families(stats: EngineStats, counters: EngineCounters, max_loras: int)
         lora_rows=("Rank rows for adapters on the device.", stats.lora_rows),
         lora_rows_used=("Rank rows that adapters have.", stats.lora_rows_used),
         lora_host_bytes=("Host memory of adapters.", stats.lora_host_bytes),
+        lora_max_loras=("Adapters that may run at once.", max_loras),
     )
     evictions = {(level,): counters.lora_evictions.get(level, 0) for level in ("device", "host")}
     yield _counter("lora_evictions", "Evicted adapters, by the level that they left.", ("level",), evictions)
+    of_adapter: Labels = ("adapter", "level")
+    text = "Loads of an adapter, by the level that it reached."
+    yield _counter("lora_adapter_loads", text, of_adapter, counters.lora_loads_of)
+    text = "Evictions of an adapter, by the level that it left."
+    yield _counter("lora_adapter_evictions", text, of_adapter, counters.lora_evictions_of)
     yield from _counters(lora_load_failures=("Loads that brought no adapter.", counters.lora_load_failures))
 
 

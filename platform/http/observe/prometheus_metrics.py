@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from ...client.metrics import END_TO_END, FIRST_TOKEN, INTER_TOKEN, LENGTH
-from ...core.compat.vllm_metrics import VLLM_PREFIX, vllm_names
+from ...core.compat.vllm_metrics import VLLM_PREFIX, residency, vllm_names
 from ...core.labels import OTHER
 from ...core.messages import EngineStats
 from ...core.outputs import RequestOutput
@@ -216,6 +216,12 @@ class WithVllmNames(Collector):
             yield family
             for name in vllm_names(family.name.removeprefix(PREFIX)):
                 yield self._renamed(family, VLLM_PREFIX + name)
+            found = [(sample.labels, sample.value) for sample in family.samples]
+            for name, samples in residency(family.name.removeprefix(PREFIX), found).items():
+                moved = Metric(VLLM_PREFIX + name, family.documentation, "gauge")
+                for labels, value in samples:
+                    moved.add_sample(moved.name, {**self._labels, **labels}, value)
+                yield moved
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         renamed = Metric(name, family.documentation, family.type)

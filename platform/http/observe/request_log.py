@@ -41,6 +41,8 @@ MAX_IGNORED = 32
 """Ignored fields of one request that the header `x-outrider-ignored` names."""
 MAX_IGNORED_NAME = 64
 """Longest name of an ignored field in the header."""
+ADAPTER_DIGEST = "x-outrider-adapter-digest"
+"""Header with the digest of the adapter's version that answered, or with several if the prompts differ in it."""
 _INDEX = re.compile(r"\[\d+\]")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
@@ -110,6 +112,12 @@ class RequestLog:
     def adapter(self) -> str:
         """Label of the adapter; "" for the base model."""
         return self.begun[0].adapter if self.begun else ""
+
+    @property
+    def adapter_digests(self) -> list[str]:
+        """Digests of the adapter's versions that the prompts run on; none of the base model."""
+        digests = (generation.metrics.adapter_digest for generation in self.begun if generation.metrics is not None)
+        return list(dict.fromkeys(filter(None, digests)))
 
     def fields(self) -> dict[str, Any]:
         """Fields of the log line."""
@@ -197,6 +205,8 @@ class Observer:
                 if log.ignored:
                     ignored = ",".join(log.ignored.values()).encode()
                     message["headers"] = [*message["headers"], (b"x-outrider-ignored", ignored)]
+                if digests := log.adapter_digests:
+                    message["headers"] = [*message["headers"], (ADAPTER_DIGEST.encode(), ",".join(digests).encode())]
             await send(message)
 
         try:

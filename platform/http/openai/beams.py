@@ -17,7 +17,7 @@ from .protocol import SamplingFields
 
 _NOT_WITH_BEAMS = """
     stream speculative stop stop_token_ids bad_words min_tokens logit_bias allowed_token_ids presence_penalty
-    frequency_penalty return_draft_status
+    frequency_penalty return_draft_status logprob_token_ids thinking_token_budget repetition_detection
 """.split()
 """Fields that are refused at values that ask for something."""
 

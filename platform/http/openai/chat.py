@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +18,10 @@ from ..body.reader import documented
 from .answer import accept, asked_fields, renamed
 from .chat_job import chat_job
 from .chat_messages import normalize_messages
-from .event_stream import Chunk, dumps
+from .event_stream import Chunk, WithFields, dumps
 from .generation import Choice, Collected, metrics_of, usage_of
 from .job import Event
-from .logprobs import chat_logprobs, pack, prompt_logprobs
+from .logprobs import Shown, chat_logprobs, pack, prompt_logprobs
 from .protocol import ChatCompletionRequest
 from .tools.answers import MakeParser, chunk_deltas, finish_reason, whole_message
 from .tools.calls import Delta
@@ -34,23 +36,30 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     accepted = await accept(request, ChatCompletionRequest)
     body = accepted.body
-    has_old_names = take_functions(body)
-    try:
+    with old_names(body):
         job, make_parser = await chat_job(
             accepted, body, normalize_messages(body.messages), prefix="chatcmpl", endpoint="/v1/chat/completions"
         )
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    return await accepted.respond(job, kind, _ChatChunks(body, make_parser), partial(_answer, body, make_parser))
+
+
+@contextmanager
+def old_names(body: ChatCompletionRequest) -> Iterator[None]:
+    """Take a request's functions as its tools; errors name the fields that it has."""
+    has_old_names = take_functions(body)
+    try:
+        yield
     except InvalidRequestError as error:
         if has_old_names:
             raise renamed(error, OLD_NAMES) from error
         raise
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    return await accepted.respond(job, kind, _ChatChunks(body, make_parser), partial(_answer, body, make_parser))
 
 
 def _answer(body: ChatCompletionRequest, make_parser: MakeParser | None, collected: Collected) -> dict[str, Any]:
     prompt = collected.prompts[0]
     answer: dict[str, Any] = {
-        "choices": [_choice(body, make_parser, i, choice) for i, choice in enumerate(collected.choices)],
+        "choices": [chat_choice(body, make_parser, i, choice) for i, choice in enumerate(collected.choices)],
         "usage": usage_of(collected.job),
     }
     if prompt.logprobs is not None:
@@ -62,7 +71,10 @@ def _answer(body: ChatCompletionRequest, make_parser: MakeParser | None, collect
     return answer
 
 
-def _choice(body: ChatCompletionRequest, make_parser: MakeParser | None, index: int, choice: Choice) -> dict[str, Any]:
+def chat_choice(
+    body: ChatCompletionRequest, make_parser: MakeParser | None, index: int, choice: Choice
+) -> dict[str, Any]:
+    """A choice of a whole answer."""
     message: dict[str, Any] = {"content": choice.text}
     reason = choice.finish_reason
     if make_parser is not None:
@@ -73,7 +85,7 @@ def _choice(body: ChatCompletionRequest, make_parser: MakeParser | None, index: 
     result: dict[str, Any] = {
         "index": index,
         "message": {"role": "assistant", **message, "refusal": None},
-        "logprobs": chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None,
+        "logprobs": chat_logprobs(choice.token_ids, choice.logprobs, _shown(body)) if body.logprobs else None,
         "finish_reason": reason,
         "stop_reason": choice.stop_reason,
     }
@@ -126,7 +138,7 @@ class _ChatChunks:
         before = replace(output, finish_reason=None, stop_reason=None, **part(slice(None, -1)))
         return [before, replace(output, text="", **part(slice(-1, None)))]
 
-    def _first(self, index: int, event: Event, delta: Delta) -> dict[str, Any]:
+    def _first(self, index: int, event: Event, delta: Delta) -> Chunk:
         choice: dict[str, Any] = {
             "index": index,
             "delta": {"role": "assistant", **delta},
@@ -134,7 +146,7 @@ class _ChatChunks:
             "finish_reason": None,
         }
         if self._body.return_token_ids:
-            choice["prompt_token_ids"] = event.output.prompt_token_ids
+            return WithFields(choice, {"prompt_token_ids": event.output.prompt_token_ids})
         return choice
 
     def _parsed(self, event: Event, output: CompletionOutput, make_parser: MakeParser) -> list[Chunk]:
@@ -175,7 +187,11 @@ class _ChatChunks:
 
     def _logprobs(self, output: CompletionOutput) -> dict[str, Any]:
         entries = list(map(pack, output.logprobs or ()))
-        return chat_logprobs(output.token_ids, entries, self._body.top_logprobs or 0)
+        return chat_logprobs(output.token_ids, entries, _shown(self._body))
+
+
+def _shown(body: ChatCompletionRequest) -> Shown:
+    return body.logprob_token_ids or body.top_logprobs or 0
 
 
 def _with_null(delta: Delta) -> Delta:

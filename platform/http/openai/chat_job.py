@@ -17,6 +17,7 @@ from .answer import Accepted, renamed
 from .beams import beam_params
 from .job import Job
 from .protocol import ChatCompletionRequest
+from .thinking import add_marks
 from .tools.answers import MakeParser, open_region, parser_maker
 from .tools.choice import ToolChoice, parse_tool_choice
 from .tools.formats import find_template
@@ -37,6 +38,56 @@ class ChatJob(NamedTuple):
     def parser(self) -> AnswerParser:
         """A parser, also of plain text."""
         return PlainText() if self.make_parser is None else self.make_parser()
+
+
+class ChatPlan(NamedTuple):
+    """A conversation's prompt and parameters, before its constraint is made."""
+
+    choice: ToolChoice
+    params: SamplingParams
+    prompt: list[int]
+    template: dict[str, Any] | None
+    """Response template of the model's format; None if answers are plain text."""
+    opened: str
+    """Part of the prompt that belongs to the answer."""
+    max_tokens_field: str
+    """Name of the field in the request."""
+
+    @property
+    def make_parser(self) -> MakeParser | None:
+        """See `ChatJob`."""
+        return parser_maker(self.choice, self.template, self.opened)
+
+
+async def chat_plan(
+    accepted: Accepted[Any],
+    body: ChatCompletionRequest,
+    messages: list[dict[str, Any]],
+    *,
+    format_field: str = "response_format",
+    parses_reasoning: bool = False,
+    prompt: list[int] | None = None,
+) -> ChatPlan:
+    """Plan of a conversation; arguments and errors as of `chat_job`. `prompt`: its token ids, if they are known."""
+    serving, defaults = accepted.serving, accepted.defaults
+    choice = parse_tool_choice(body, strict=serving.config.strict_fields)
+    body.tools = list(choice.tools)
+    if choice.is_forced and (body.response_format or {}).get("type", "text") != "text":
+        ignore(format_field, strict=serving.config.strict_fields)  # the call's arguments have a form of their own
+        body.response_format = None
+    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    params = _sampling_params(serving, body, defaults, choice, max_tokens_field)
+    if prompt is None:
+        prompt = await serving.chat_prompt(messages, body, accepted.lora)
+    tokenizer = (await serving.llm.requests.processor_of(accepted.lora)).tokenizer
+    parses_reasoning |= serving.config.reasoning_parser is not None
+    template = None
+    if choice.tools or parses_reasoning:
+        template = await _response_template(serving, choice, tokenizer, accepted.lora)
+    await add_marks(serving, params, accepted.lora, template)
+    if template is not None:
+        params.skip_special_tokens = False  # they may be marks of calls and of reasoning
+    return ChatPlan(choice, params, prompt, template, _opened(template, tokenizer, prompt), max_tokens_field)
 
 
 async def chat_job(
@@ -63,42 +114,28 @@ async def chat_job(
     Raises:
         OutriderError: a field is wrong, or the conversation is too long; `param` is a chat's field.
     """
-    serving, defaults = accepted.serving, accepted.defaults
-    choice = parse_tool_choice(body, strict=serving.config.strict_fields)
-    body.tools = list(choice.tools)
-    if choice.is_forced and (body.response_format or {}).get("type", "text") != "text":
-        ignore(format_field, strict=serving.config.strict_fields)  # the call's arguments have a form of their own
-        body.response_format = None
-    max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    params = _sampling_params(serving, body, defaults, choice, max_tokens_field)
-    prompt = await serving.chat_prompt(messages, body, accepted.lora)
-    tokenizer = (await serving.llm.requests.processor_of(accepted.lora)).tokenizer
-    parses_reasoning |= serving.config.reasoning_parser is not None
-    template = None
-    if choice.tools or parses_reasoning:
-        template = await _response_template(serving, choice, tokenizer, accepted.lora)
-    opened = _opened(template, tokenizer, prompt)
-    written = params.structured_outputs, choice, template, serving.llm.tokenizer, opened
-    if choice.has_strict:  # long schemas are rewritten in 0.1 s
+    serving = accepted.serving
+    plan = await chat_plan(accepted, body, messages, format_field=format_field, parses_reasoning=parses_reasoning)
+    params = plan.params
+    written = params.structured_outputs, plan.choice, plan.template, serving.llm.tokenizer, plan.opened
+    if plan.choice.has_strict:  # long schemas are rewritten in 0.1 s
         params.structured_outputs = await asyncio.to_thread(answer_constraint, *written)
     else:
         params.structured_outputs = answer_constraint(*written)
-    if template is not None:
-        params.skip_special_tokens = False  # they may be marks of calls and of reasoning
-    check_token_ids("prompt", prompt, serving.llm.input_processor.num_ids(accepted.lora))
+    check_token_ids("prompt", plan.prompt, serving.llm.input_processor.num_ids(accepted.lora))
     try:
         job = await accepted.prepare(
-            [ParsedPrompt(prompt, field="messages")],
+            [ParsedPrompt(plan.prompt, field="messages")],
             params,
             prefix=prefix,
             beam=beam_params(body, params),
-            default_max_tokens=defaults.get("max_tokens"),
-            max_tokens_field=max_tokens_field,
+            default_max_tokens=accepted.defaults.get("max_tokens"),
+            max_tokens_field=plan.max_tokens_field,
             endpoint=endpoint,
         )
     except PromptTooLongError as error:
-        raise renamed(error, {"max_tokens": max_tokens_field}) from error
-    return ChatJob(job, parser_maker(choice, template, opened))
+        raise renamed(error, {"max_tokens": plan.max_tokens_field}) from error
+    return ChatJob(job, plan.make_parser)
 
 
 async def _response_template(
@@ -140,6 +177,7 @@ def _sampling_params(
         raise invalid("top_logprobs", f"must be in [0, {limit}], got {body.top_logprobs}")
     changes = {
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+        "logprob_token_ids": body.logprob_token_ids if body.logprobs else None,
         "max_tokens": getattr(body, max_tokens_field),
         "structured_outputs": choice.constraint(),
     }

@@ -14,7 +14,7 @@ from ...client.text.vocabulary import TokenTexts, read_vocabulary
 from ...core.outputs import CompletionOutput
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
-from .answer import accept, asked_fields
+from .answer import Accepted, accept, asked_fields
 from .beams import beam_params
 from .event_stream import Chunk, dumps
 from .generation import Choice, Collected, PromptFacts, metrics_of, usage_of
@@ -23,6 +23,7 @@ from .logprobs import (
     CompletionLogprobs,
     CompletionLogprobsPieces,
     Packed,
+    Shown,
     Token,
     pack,
     prompt_logprobs,
@@ -30,6 +31,7 @@ from .logprobs import (
     unpack_logprob,
 )
 from .protocol import CompletionRequest
+from .thinking import add_marks
 
 router = APIRouter()
 
@@ -41,12 +43,26 @@ DEFAULT_MAX_TOKENS = 16
 async def create_completion(request: Request) -> Response:
     """Continue prompts."""
     accepted = await accept(request, CompletionRequest)
-    body, serving, defaults = accepted.body, accepted.serving, accepted.defaults
-    prompts = await serving.prompts(
+    body, serving = accepted.body, accepted.serving
+    job = await completion_job(accepted)
+    tokenizer = (await serving.llm.requests.processor_of(accepted.lora)).tokenizer
+    if body.echo:
+        needed(tokenizer, "echo", "echo")
+    choices = Completions(tokenizer, body, job.params.n)
+    # An echo is tokenized once more, and log-probabilities are many.
+    is_long = bool(body.echo) or body.logprobs is not None
+    return await accepted.respond(job, "text_completion", choices, choices.answer, in_thread=is_long)
+
+
+async def completion_job(accepted: Accepted[CompletionRequest]) -> Job:
+    """The job that continues the prompts of a request."""
+    body, defaults = accepted.body, accepted.defaults
+    prompts = await accepted.serving.prompts(
         body.prompts, add_special_tokens=body.add_special_tokens is not False, lora=accepted.lora
     )
     params = _sampling_params(body, defaults)
-    job = await accepted.prepare(
+    await add_marks(accepted.serving, params, accepted.lora)
+    return await accepted.prepare(
         prompts,
         params,
         prefix="cmpl",
@@ -55,13 +71,6 @@ async def create_completion(request: Request) -> Response:
         keeps_output=not _only_scores(body),
         endpoint="/v1/completions",
     )
-    tokenizer = (await serving.llm.requests.processor_of(accepted.lora)).tokenizer
-    if body.echo:
-        needed(tokenizer, "echo", "echo")
-    choices = _Completions(tokenizer, body, job)
-    # An echo is tokenized once more, and log-probabilities are many.
-    is_long = bool(body.echo) or body.logprobs is not None
-    return await accepted.respond(job, "text_completion", choices, choices.answer, in_thread=is_long)
 
 
 def _only_scores(body: CompletionRequest) -> bool:
@@ -79,14 +88,15 @@ def _sampling_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Sa
     return body.sampling_params(defaults, **changes)
 
 
-class _Completions:
+class Completions:
     """Writer of choices, of the whole answer and of chunks."""
 
-    def __init__(self, tokenizer: Any, body: CompletionRequest, job: Job) -> None:
+    def __init__(self, tokenizer: Any, body: CompletionRequest, n: int) -> None:
+        """`n`: choices of each prompt."""
         self._tokenizer = tokenizer
         self._body = body
-        self._job = job
-        self._n = job.params.n
+        self._n = n
+        self._shown: Shown = body.logprob_token_ids or body.logprobs or 0
         self._started: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._plain = body.logprobs is None and not (body.return_token_ids or body.return_draft_status)
@@ -94,7 +104,10 @@ class _Completions:
     def answer(self, collected: Collected) -> dict[str, Any]:
         """The answer: choices, usage, and the optional fields that were asked for."""
         answer: dict[str, Any] = {
-            "choices": [self._choice(i, collected) for i in range(len(collected.choices))],
+            "choices": [
+                self.choice(i, choice, collected.prompts[choice.prompt_index])
+                for i, choice in enumerate(collected.choices)
+            ],
             "usage": usage_of(collected.job),
         }
         if _only_scores(self._body):
@@ -104,9 +117,8 @@ class _Completions:
             answer["metrics"] = metrics_of(collected.job)
         return answer
 
-    def _choice(self, index: int, collected: Collected) -> dict[str, Any]:
-        choice = collected.choices[index]
-        prompt = collected.prompts[choice.prompt_index]
+    def choice(self, index: int, choice: Choice, prompt: PromptFacts) -> dict[str, Any]:
+        """A choice of the whole answer."""
         body = self._body
         echo = self._prompt_text(choice.prompt_index, prompt.token_ids) if body.echo else ""
         drop = _only_scores(body)
@@ -122,7 +134,7 @@ class _Completions:
         if body.logprobs is not None:
             before = self._echoed(choice.prompt_index, prompt) if body.echo else []
             after = self._generated(token_ids, entries)
-            result["logprobs"] = CompletionLogprobsPieces(CompletionLogprobs(body.logprobs), before + after)
+            result["logprobs"] = CompletionLogprobsPieces(CompletionLogprobs(self._shown), before + after)
         if body.prompt_logprobs is not None:
             result["prompt_logprobs"] = prompt_logprobs(prompt.logprobs or [])
         if body.return_token_ids:
@@ -187,7 +199,7 @@ class _Completions:
             "finish_reason": output.finish_reason,
         }
         if self._body.logprobs is not None and output.token_ids:
-            logprobs = self._logprobs.setdefault(index, CompletionLogprobs(self._body.logprobs))
+            logprobs = self._logprobs.setdefault(index, CompletionLogprobs(self._shown))
             tokens = self._generated(output.token_ids, list(map(pack, output.logprobs or ())))
             choice["logprobs"] = CompletionLogprobsPieces(logprobs, tokens)
         if output.finish_reason is not None:

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import aclosing, suppress
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,8 +60,15 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await cancel(task, watch)
 
 
-Chunk: TypeAlias = str | dict[str, Any]
-"""Choice of a chunk: JSON, or a value for `json_pieces.write`."""
+class WithFields(NamedTuple):
+    """A choice, and fields of the chunk around it."""
+
+    choice: dict[str, Any]
+    fields: dict[str, Any]
+
+
+Chunk: TypeAlias = str | dict[str, Any] | WithFields
+"""Choice of a chunk: JSON, or a value for `json_pieces.write`, maybe with further fields of the chunk."""
 
 
 class ChunkEncoder(Protocol):
@@ -119,11 +126,18 @@ class ChunkWriter:
     def chunk(self, choice: Chunk) -> Iterator[str]:
         """One event with one choice, in pieces."""
         yield self._head
+        fields: dict[str, Any] = {}
+        if isinstance(choice, WithFields):
+            choice, fields = choice
         if isinstance(choice, str):
             yield choice
         else:
             yield from write(choice, ascii_json)
-        yield f'],"usage":{dumps(usage_of(self._job))}}}\n\n' if self._continuous else f"]{self._tail}"
+        yield "]"
+        for name, value in fields.items():
+            yield f",{dumps(name)}:"
+            yield from write(value, ascii_json)
+        yield f',"usage":{dumps(usage_of(self._job))}}}\n\n' if self._continuous else self._tail
 
     async def last(self) -> Iterator[str]:
         """See StreamWriter: usage and metrics, if asked for."""

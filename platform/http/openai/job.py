@@ -136,13 +136,16 @@ class Job:
             )
         if params.logprobs is None:
             return
-        most = MAX_LOGPROBS // (self.num_sequences * per_token(params.logprobs))
+        name, count = "logprobs", params.logprobs
+        if params.logprob_token_ids:
+            name, count = "logprob_token_ids", len(params.logprob_token_ids)
+        most = MAX_LOGPROBS // (self.num_sequences * per_token(count))
         if params.max_tokens is None:
             self.default_max_tokens = min(self.default_max_tokens or info.max_model_len, most)
         elif params.max_tokens > most:
             raise invalid(
-                "logprobs",
-                f"is {params.logprobs} for {self.num_sequences} sequences of up to {params.max_tokens} "
+                name,
+                f"is {count} for {self.num_sequences} sequences of up to {params.max_tokens} "
                 f"tokens: at most {MAX_LOGPROBS} log-probabilities are given, each token's own among them",
             )
 

@@ -79,7 +79,9 @@ def write(value: Any, encode: Encode = _encode) -> Iterator[str]:
         yield encode(value)
 
 
-async def json_answer(content: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+async def json_answer(
+    content: Mapping[str, Any] | Sequence[Any] | Pieces, headers: Mapping[str, str] | None = None
+) -> Response:
     """The response with this JSON: whole if it is small, else sent in pieces."""
     steps = paused(write(content))
     parts: list[str] = []

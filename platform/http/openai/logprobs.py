@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ...core.outputs import Logprob
 from .json_pieces import OBJECTS, Encode, Slices
 
+ID_PREFIX = "token_id:"
+"""Start of a token's name when it has no text, or is to be named by its id."""
 FLOOR = -9999.0
 """Value written for minus infinity, which JSON does not have."""
 
 Entries = dict[int, Logprob]
+Shown: TypeAlias = int | Sequence[int]
+"""Alternatives that are shown at a position: so many of the most likely ones, or these tokens."""
 Packed = tuple[Any, ...]
 """Entries as one plain tuple: token id and fields of its Logprob, one after the other. It takes half of the memory, and
 Python's garbage collector soon passes it by: half a million `Logprob`s take it 0.1 s, and nothing else is served."""
@@ -41,12 +45,14 @@ def _value(entry: Logprob) -> float:
 
 def token_text(token_id: int, entry: Logprob) -> str:
     """The token as an answer writes it."""
-    return entry.decoded_token if entry.decoded_token is not None else f"token_id:{token_id}"
+    return entry.decoded_token if entry.decoded_token is not None else f"{ID_PREFIX}{token_id}"
 
 
-def _top(entries: Entries, count: int) -> list[tuple[int, Logprob]]:
-    """The `count` most likely; `entries` may hold the chosen token in addition."""
-    return sorted(entries.items(), key=lambda item: (item[1].rank, -item[1].logprob))[:count]
+def _top(entries: Entries, shown: Shown) -> list[tuple[int, Logprob]]:
+    """The alternatives; `entries` may hold the chosen token in addition, and those of a prompt have no given ones."""
+    if not isinstance(shown, int):
+        return [(token_id, entries[token_id]) for token_id in dict.fromkeys(shown) if token_id in entries]
+    return sorted(entries.items(), key=lambda item: (item[1].rank, -item[1].logprob))[:shown]
 
 
 class Token(NamedTuple):
@@ -63,8 +69,8 @@ class Token(NamedTuple):
 class CompletionLogprobs:
     """Builder of `choices[].logprobs` of `/v1/completions`; keeps the text offset between the chunks of a stream."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, shown: Shown) -> None:
+        self._shown = shown
         self._offset = 0
 
     def build(self, given: Sequence[Token]) -> dict[str, Any]:
@@ -89,13 +95,13 @@ class CompletionLogprobs:
     def _by_text(self, token_id: int, entries: Entries, chosen: str) -> dict[str, float]:
         """The most likely tokens and the chosen one, which has the text `chosen`. Where two have the same text, the
         less likely one is called "token_id:N"."""
-        top = _top(entries, self._count)
+        top = _top(entries, self._shown)
         if all(i != token_id for i, _ in top):
             top.append((token_id, entries[token_id]))
         result: dict[str, float] = {}
         for i, entry in top:
             text = chosen if i == token_id else token_text(i, entry)
-            result[f"token_id:{i}" if text in result else text] = _value(entry)
+            result[f"{ID_PREFIX}{i}" if text in result else text] = _value(entry)
         return result
 
 
@@ -120,15 +126,22 @@ class CompletionLogprobsPieces(NamedTuple):
         yield "}"
 
 
-def chat_logprobs(token_ids: Sequence[int], entries: Sequence[Packed], count: int) -> dict[str, Any]:
-    """`choices[].logprobs` of `/v1/chat/completions`, with the `count` most likely tokens at each position."""
+def chat_logprobs(
+    token_ids: Sequence[int], entries: Sequence[Packed], shown: Shown, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """`choices[].logprobs` of `/v1/chat/completions`, with alternatives at each position.
+
+    Args:
+        as_ids: name tokens by their ids ("token_id:5") instead of their texts.
+    """
 
     def make(tokens: Sequence[tuple[int, Packed]]) -> list[dict[str, Any]]:
         return [
-            _chat_item(token_id, entry[token_id]) | {"top_logprobs": [_chat_item(i, e) for i, e in _top(entry, count)]}
+            item(token_id, entry[token_id]) | {"top_logprobs": [item(i, e) for i, e in _top(entry, shown)]}
             for token_id, entry in ((token_id, unpack(packed)) for token_id, packed in tokens)
         ]
 
+    item = _id_item if as_ids else _chat_item
     return {"content": Slices(list(zip(token_ids, entries, strict=True)), make), "refusal": None}
 
 
@@ -136,6 +149,10 @@ def _chat_item(token_id: int, entry: Logprob) -> dict[str, Any]:
     text = token_text(token_id, entry)
     data = entry.token_bytes if entry.token_bytes is not None else text.encode("utf-8", "surrogatepass")
     return {"token": text, "logprob": _value(entry), "bytes": list(data)}
+
+
+def _id_item(token_id: int, entry: Logprob) -> dict[str, Any]:
+    return {"token": f"{ID_PREFIX}{token_id}", "logprob": _value(entry), "bytes": None}
 
 
 def prompt_logprobs(entries: Sequence[Entries | None]) -> Slices:

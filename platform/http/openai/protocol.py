@@ -98,8 +98,8 @@ class ModelFields(LenientModel):
         """Refuse wrong combinations of fields."""
 
 
-class DecodingFields(ModelFields):
-    """Fields of `/v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
+class DecodingValues(LenientModel):
+    """Sampling parameters of all routes that generate text."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -115,22 +115,31 @@ class DecodingFields(ModelFields):
     ignore_eos: bool | None = None
     speculative: bool | int | None = None
     structured_outputs: dict[str, Any] | None = None
-    stream: bool | None = None
 
 
-class SamplingFields(DecodingFields):
-    """Fields of both `/v1/completions` and `/v1/chat/completions`."""
+class RepetitionDetection(LenientModel):
+    """`repetition_detection`; see `RepetitionDetectionParams`."""
+
+    max_pattern_size: int | None = None
+    min_pattern_size: int | None = None
+    min_count: int | None = None
+
+
+class SamplingValues(DecodingValues):
+    """Sampling parameters of `/v1/completions`, `/v1/chat/completions` and `/inference/v1/generate`."""
 
     n: int | None = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
     bad_words: Texts | None = None
     include_stop_str_in_output: bool | None = None
     max_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
+    logprob_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None
+    thinking_start_token_ids: TokenIds | None = None
+    thinking_end_token_ids: TokenIds | None = None
+    repetition_detection: RepetitionDetection | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -143,21 +152,6 @@ class SamplingFields(DecodingFields):
     regex: str | None = None
     """SGLang's name, like the next one."""
     ebnf: str | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    return_metrics: bool | None = None
-    """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
-    return_draft_status: bool | None = None
-    """Ours: each choice, also in a stream, has `draft_status` ("drafted" or "sampled") and `rejected_drafts` (a number)
-    for each of its tokens."""
-
-    def check(self) -> None:
-        """Refuse wrong combinations of fields."""
-        if self.stream and self.prompt_logprobs is not None:
-            raise invalid("prompt_logprobs", "is not available with stream")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise invalid("best_of", "is supported only when it equals n")
-        self.check_entries(self.n or 1)
 
     def check_entries(self, num_sequences: int) -> None:
         """Refuse long lists for many sequences."""
@@ -174,6 +168,8 @@ class SamplingFields(DecodingFields):
         """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
         wrong one. Without `max_tokens` in the request it is None, and the job decides, prompt by prompt."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
+        if self.repetition_detection is not None:
+            given["repetition_detection"] = self.repetition_detection.model_dump(exclude_none=True)
         constraint = parse_constraint({name: getattr(self, name) for name in self.model_fields_set})
         given.update(changes)
         if constraint is not None:
@@ -187,6 +183,35 @@ class SamplingFields(DecodingFields):
 
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
+
+
+class DecodingFields(ModelFields, DecodingValues):
+    """Fields of `/v1/completions`, `/v1/chat/completions` and `/v1/responses`."""
+
+    stream: bool | None = None
+
+
+class SamplingFields(DecodingFields, SamplingValues):
+    """Fields of both `/v1/completions` and `/v1/chat/completions`."""
+
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_metrics: bool | None = None
+    """Ours: the answer carries `metrics`, with `speculative_decoding` inside."""
+    return_draft_status: bool | None = None
+    """Ours: each choice, also in a stream, has `draft_status` ("drafted" or "sampled") and `rejected_drafts` (a number)
+    for each of its tokens."""
+
+    def check(self) -> None:
+        """Refuse wrong combinations of fields."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise invalid("prompt_logprobs", "is not available with stream")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise invalid("best_of", "is supported only when it equals n")
+        self.check_entries(self.n or 1)
 
 
 class CompletionRequest(SamplingFields):
@@ -208,6 +233,8 @@ class CompletionRequest(SamplingFields):
         """See the base class."""
         super().check()
         count, n = len(self.prompts), self.n or 1
+        if self.logprob_token_ids and self.logprobs is None:
+            raise invalid("logprob_token_ids", "needs logprobs: their number, or 0")
         if count > MAX_PROMPTS:
             raise invalid("prompt", f"has {count} prompts; at most {MAX_PROMPTS} are taken")
         words = len(self.bad_words or ())
@@ -243,8 +270,12 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
     def check(self) -> None:
         """See the base class."""
         super().check()
-        if self.top_logprobs and not self.logprobs:
-            raise invalid("top_logprobs", "needs logprobs to be true")
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) and not self.logprobs:
+                raise invalid(name, "needs logprobs to be true")
+        num_given = len(self.logprob_token_ids or ())
+        if num_given and self.top_logprobs not in (None, 0, num_given):
+            raise invalid("top_logprobs", f"must be the number of logprob_token_ids, {num_given}")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"

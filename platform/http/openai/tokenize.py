@@ -30,7 +30,7 @@ DETOKENIZE_CONTEXTS = 4
 work."""
 
 
-async def _adapter(request: Request, model: str | None) -> LoRA | None:
+async def visible_adapter(request: Request, model: str | None) -> LoRA | None:
     """Adapter of a route's `model`, which its tenant may see; None for the base model."""
     models = serving_of(request).models.seen_by(principal_of(request))
     await models.discover(model)
@@ -43,7 +43,7 @@ async def tokenize(request: Request) -> Response:
     serving = serving_of(request)
     body = await read_body(request, TokenizeRequest)
     await charge_call(request)
-    lora = await _adapter(request, body.model)
+    lora = await visible_adapter(request, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("Give either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -68,7 +68,7 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     """Special tokens and chat template of the base model's tokenizer, or of an adapter's: `model` in the query."""
     serving = serving_of(request)
     await charge_call(request)
-    lora = await _adapter(request, model)
+    lora = await visible_adapter(request, model)
     tokenizer = needed((await serving.llm.requests.processor_of(lora)).tokenizer, "/tokenizer_info", OPTION)
     own = await serving.chat_template(lora, serving.config.chat_template) or tokenizer.chat_template
     return await json_answer(
@@ -87,7 +87,7 @@ async def detokenize(request: Request) -> Response:
     serving = serving_of(request)
     body = await read_body(request, DetokenizeRequest)
     await charge_call(request)
-    lora = await _adapter(request, body.model)
+    lora = await visible_adapter(request, body.model)
     tokenizer = needed((await serving.llm.requests.processor_of(lora)).tokenizer, "/detokenize", "tokens")
     size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
     if tokenizer is not serving.llm.tokenizer:

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -126,6 +126,11 @@ class DFlashDrafter(BlockDrafter):
         self._head, self._config = head, head.config
         super().__init__(head, head.config.draft_vocab_size, 0 if head.config.sample_from_anchor else 1, **options)
         self._context: StepWriter | None = None
+
+    @property
+    def weights(self) -> Sequence[Any]:
+        """See `Drafter`."""
+        return (self._head,)
 
     @property
     def needs(self) -> DrafterNeeds:

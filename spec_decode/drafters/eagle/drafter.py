@@ -114,6 +114,11 @@ class EagleDrafter(TokenDrafter):
         self._store = HiddenStore(layer.hidden_size, head.fuse, head.device, adapts=bool(head.config.aux_layers))
 
     @property
+    def weights(self) -> Sequence[Any]:
+        """See `Drafter`."""
+        return (self._head,)
+
+    @property
     def needs(self) -> DrafterNeeds:
         """The head's layers and the store of hidden states; the target layers that it reads; its projections."""
         return DrafterNeeds(

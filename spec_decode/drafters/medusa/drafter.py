@@ -96,6 +96,11 @@ class MedusaDrafter(Drafter):
         self._prepare_adapters: AdapterPreparer = no_adapters
 
     @property
+    def weights(self) -> Sequence[Any]:
+        """See `Drafter`."""
+        return (self._heads,)
+
+    @property
     def needs(self) -> DrafterNeeds:
         """No layers; the projections of its residual blocks."""
         return DrafterNeeds(

@@ -180,6 +180,7 @@ def test_adapter_sources_are_options(tmp_path, monkeypatch):
     args, config = resolve(
         "/m", "--lora-dir", "a", "--lora-root", "~/b", "--lora-root", str(tmp_path), "--lora-remote", "hf, S3",
         "--max-lora-bytes", "1MiB", "--lora-cache-dir", "/cache", "--lora-cache-bytes", "2GB", "--lora-resolver", "m:f",
+        "--lora-upload-bytes", "3MiB",
     )  # fmt: skip
     assert args.enable_lora
     assert config.lora_roots == (str(tmp_path / "b"), str(tmp_path))
@@ -187,8 +188,10 @@ def test_adapter_sources_are_options(tmp_path, monkeypatch):
     sources = config.lora_sources
     assert (sources.directories, sources.roots) == ((str(tmp_path / "a"),), config.lora_roots)
     assert (sources.max_adapter_bytes, sources.max_cache_bytes) == (1 << 20, 2 * 10**9)
+    assert sources.max_upload_bytes == 3 << 20
     assert (sources.cache_dir, sources.resolvers) == ("/cache", ("m:f",))
     assert resolve("/m")[1].lora_sources.max_adapter_bytes == 4 << 30
+    assert resolve("/m")[1].lora_sources.max_upload_bytes == 4 << 30
 
 
 def test_the_demos_adapters_may_be_loaded_over_http():

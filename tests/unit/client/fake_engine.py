@@ -20,6 +20,7 @@ from outrider.platform.core.errors import (
     InvalidRequestError,
     InvalidUserInputError,
     NotFoundError,
+    OverloadedError,
     UnsupportedModelError,
 )
 from outrider.platform.core.lora_request import LoRARequest
@@ -91,7 +92,9 @@ class FakeAdapters:
             time.sleep(0.01)
         return path
 
-    def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+    def load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, running: str = "finish"
+    ) -> AdapterInfo:
         self._check_name(request, load_inplace)
         self._read(request.path)
         content = os.path.join(request.path, "adapter_model.safetensors")
@@ -160,6 +163,9 @@ class FakeEngine:
         self.adapters = FakeAdapters()
         self.num_steps = 0
         self.closed = 0
+        self.pause_mode: str | None = None
+        self.before_pause: list[str] = []
+        self.ended: list[TokenDelta] = []
         self.info = EngineInfo(
             model=str(args.model), architecture="Fake", dtype="float32", device="cpu", vocab_size=VOCAB_SIZE,
             max_model_len=args.max_model_len or MAX_MODEL_LEN, max_logprobs=5, num_kv_blocks=1, block_size=16,
@@ -172,6 +178,9 @@ class FakeEngine:
             raise AdapterError("the adapter is broken", param="lora_request")
         if request.prompt_token_ids[0] == RAISE_IN_ADD:
             raise RuntimeError("bug in add_request")
+        queued = self.args.max_num_queued_reqs
+        if queued is not None and self.pause_mode is not None and len(self.sequences) >= queued:
+            raise OverloadedError("the queue is full")
         self.added.append(request)
         self.sequences[request.request_id] = Sequence(request)
 
@@ -181,19 +190,40 @@ class FakeEngine:
                 self.aborted.append(request_id)
 
     def has_work(self) -> bool:
-        return bool(self.sequences)
+        return bool(self._computed() or self.ended)
+
+    def _computed(self) -> list[Sequence]:
+        """Sequences that the next step advances."""
+        if self.pause_mode is None:
+            return list(self.sequences.values())
+        before = self.before_pause if self.pause_mode == "wait" else []
+        return [self.sequences[i] for i in before if i in self.sequences]
+
+    def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        if mode not in ("abort", "wait", "keep"):
+            raise InvalidRequestError("mode must be one of abort, wait, keep", param="mode")
+        if self.pause_mode is None:
+            self.before_pause = list(self.sequences)
+        self.pause_mode = mode
+        if mode == "abort":
+            gone = [i for i in self.before_pause if self.sequences.pop(i, None)]
+            self.ended += [TokenDelta(i, finish_reason="abort") for i in gone]
+
+    def resume(self) -> None:
+        self.pause_mode = None
 
     def learn(self) -> None:
         """It has no drafter."""
 
     def step(self) -> list[TokenDelta]:
+        ended, self.ended = self.ended, []
         self.num_steps += 1
         time.sleep(self.delay)
-        deltas = [self._advance(sequence) for sequence in list(self.sequences.values())]
+        deltas = [self._advance(sequence) for sequence in self._computed()]
         for delta in deltas:
             if delta.finish_reason is not None or delta.error is not None:
                 del self.sequences[delta.request_id]
-        return deltas
+        return ended + deltas
 
     def _advance(self, sequence: Sequence) -> TokenDelta:
         request = sequence.request

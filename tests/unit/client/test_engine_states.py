@@ -20,6 +20,7 @@ from outrider.platform.core.sampling_params import SamplingParams
 REFUSALS = {
     EngineState.STARTING: None,
     EngineState.READY: None,
+    EngineState.PAUSED: None,  # once it has been resumed
     EngineState.RESTARTING: None,  # the process that is not there raises EngineDeadError
     EngineState.ASLEEP_1: AsleepError,
     EngineState.ASLEEP_2: AsleepError,

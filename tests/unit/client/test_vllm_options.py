@@ -230,7 +230,7 @@ def test_vllms_fields_of_other_parameters() -> None:
     [
         {"best_of": 2}, {"use_beam_search": True}, {"length_penalty": 0.5}, {"truncate_prompt_tokens": 5},
         {"output_kind": "x"}, {"guided_decoding": {"regex": "a"}}, {"structured_outputs": {"jsn": {}}},
-        {"logits_processors": [len]}, {"extra_args": {"a": 1}}, {"logprob_token_ids": [5]},
+        {"logits_processors": [len]}, {"extra_args": {"a": 1}}, {"flat_logprobs": True},
     ],
 )  # fmt: skip
 def test_fields_of_sampling_params_that_would_change_something(fields: dict[str, Any]) -> None:

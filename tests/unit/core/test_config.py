@@ -149,6 +149,8 @@ def test_lookup_bounds_that_cross_are_both_named():
         ({"method": "ngram", "drafts_given": True}, "drafts_given"),
         ({"model": "/d", "prompt_lookup_max": 3, "num_speculative_tokens": 4}, "prompt_lookup_max .* unless"),
         ({"method": "draft_model", "model": "/d", "prompt_lookup_min": 1, "adaptive": False}, "prompt_lookup_min"),
+        ({"method": "suffix", "group_drafts": "prompt"}, "group_drafts"),
+        ({"model": "/d", "group_max_tokens": 9, "num_speculative_tokens": 4}, "group_max_tokens .* unless"),
     ],
 )
 def test_fields_of_another_method_are_not_ignored(config, field):
@@ -185,6 +187,21 @@ def test_the_bounds_of_prompt_lookup_go_with_the_fallback_of_adaptive_drafters()
     assert (config.prompt_lookup_min, config.prompt_lookup_max, config.adaptive) == (2, 4, True)
     said = {"model": "/d", "num_speculative_tokens": 2, "adaptive": True, "prompt_lookup_min": 3}
     assert parse_speculative(said).prompt_lookup_min == 3
+
+
+def test_group_drafts_and_their_memory():
+    config = parse_speculative({"method": "ngram"})
+    assert (config.group_drafts, config.group_max_tokens) == ("request", 131_072)
+    head = parse_speculative({"method": "eagle3", "model": "/d", "group_drafts": "prompt", "group_max_tokens": 2**24})
+    assert (head.group_drafts, head.group_max_tokens) == ("prompt", 2**24)
+    for field, value, words in (
+        ("group_max_tokens", 2**24 + 1, "group_max_tokens must be .*16777216"),
+        ("group_max_tokens", 0, "group_max_tokens must be .*1"),
+        ("group_drafts", "tenant", "group_drafts must be one of off, request, prompt"),
+        ("group_drafts", True, "group_drafts must be one of"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            parse_speculative({"method": "ngram", field: value})
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])

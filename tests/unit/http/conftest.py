@@ -69,7 +69,9 @@ class FakeAdapters:
         self.requests: dict[str, LoRARequest] = {}
         self._llm = llm
 
-    async def load(self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False) -> AdapterInfo:
+    async def load(
+        self, request: LoRARequest, *, load_inplace: bool = False, pinned: bool = False, running: str = "finish"
+    ) -> AdapterInfo:
         if request.path == "/broken":
             raise self._llm.error
         if request.name in self._llm.in_engine and not load_inplace:

@@ -15,11 +15,12 @@ from typing import Any, TypeVar, cast
 from .....models.checkpoint.generation_config import adapter_defaults
 from ....core.adapter_files import ANYWHERE, AdapterFolder, files_digest, real_roots
 from ....core.errors import OutriderError
-from ....core.lora_request import LoRA, LoRAMix, LoRAPart, LoRARequest
+from ....core.lora_request import LoRA, LoRAMix, LoRAPart, LoRARequest, TensorLoRARequest
 from ...waiting import Steps, Task, dual, wait_for
 from .cache import DEFAULT_MAX_CACHE_BYTES, DownloadCache
 from .folders import AdapterDirectory, FolderRules
 from .hub import HubResolver
+from .memory import DEFAULT_MAX_UPLOAD_BYTES, AdapterMemory
 from .plugins import installed_plugins, load_plugin
 from .remote import StoreResolver
 from .resolver import (
@@ -62,6 +63,8 @@ class SourceOptions:
     """Folder for adapters that are downloaded from object stores; None: see `cache.default_cache_dir`."""
     max_cache_bytes: int = DEFAULT_MAX_CACHE_BYTES
     max_adapter_bytes: int = DEFAULT_MAX_ADAPTER_BYTES
+    max_upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
+    """Bytes of all adapters in memory; see `AdapterMemory`."""
 
 
 class AdapterSources:
@@ -85,11 +88,14 @@ class AdapterSources:
         self._plugins: list[AdapterResolver] | None = None  # with the installed ones, once they are needed
         self._cache = DownloadCache(options.cache_dir, options.max_cache_bytes)
         self._stores = (HubResolver(options.max_adapter_bytes), StoreResolver(self._cache, options.max_adapter_bytes))
+        self.memory = AdapterMemory(options.max_upload_bytes, options.max_adapter_bytes)
+        """Adapters that have no folder."""
         self._rules = FolderRules(("/",), options.max_adapter_bytes)  # what a resolver brings may lie anywhere
         self._fetches = SharedCalls("adapter-fetch", _MAX_DOWNLOADS, _MAX_WAITING, clock)
         self._looks = SharedCalls("adapter-folders", 2, _MAX_WAITING, clock)
         self._studies = SharedCalls("adapter-tokenizers", 1, _MAX_WAITING, clock)
         self._digests = SharedCalls("adapter-digests", 2, _MAX_WAITING, clock)
+        self._copies = SharedCalls("adapter-tensors", 1, _MAX_WAITING, clock)
         self._lock = threading.RLock()
         self._waiting: dict[str, set[str]] = {}  # source -> names that want it
         self._folders: dict[str, dict[str, str]] = {}  # name -> folder -> source; the last one of a source counts
@@ -110,7 +116,7 @@ class AdapterSources:
         result: Any = lora
         if isinstance(lora, LoRARequest):
             result = yield from self._localized(lora, again)
-        elif isinstance(lora, LoRAMix) and any(_is_remote(part.request) for part in lora.parts):
+        elif isinstance(lora, LoRAMix) and any(not _is_local(part.request) for part in lora.parts):
             parts = []
             for request, weight in lora.parts:
                 parts.append(LoRAPart((yield from self._localized(request, again)), weight))
@@ -118,6 +124,10 @@ class AdapterSources:
         return cast(L, result)
 
     def _localized(self, request: LoRARequest, again: bool) -> Steps[LoRARequest]:
+        if isinstance(request, TensorLoRARequest):
+            return (yield from self._copied(request, again))
+        if request.files and again:
+            self.memory.hold(request)
         if not _is_remote(request):
             return request
         path = yield from self._folder(request.name, request.path, "lora_path", again)
@@ -128,6 +138,10 @@ class AdapterSources:
         if request.draft_path and draft:
             roots += self._roots_of(request.draft_path, draft)
         return replace(request, lora_path=path, draft_path=draft, roots=request.roots or tuple(dict.fromkeys(roots)))
+
+    def _copied(self, request: TensorLoRARequest, again: bool) -> Steps[LoRARequest]:
+        known = None if again else self.memory.known(request)
+        return known or (yield from wait_for(self._copies.call(request, partial(self.memory.take_tensors, request))))
 
     def _roots_of(self, source: str, folder: str) -> tuple[str, ...]:
         """Roots of a folder from this source: a download is confined to its own."""
@@ -287,20 +301,21 @@ class AdapterSources:
     # --- what is still needed -------------------------------------------------------------------------------------
 
     def folders_of(self, name: str) -> tuple[str, ...]:
-        """The folders that were fetched for a name and are kept."""
+        """The folders that were fetched for a name, and paths in memory, that are kept."""
         with self._lock:
-            return tuple(self._folders.get(name, ()))
+            return *self._folders.get(name, ()), *self.memory.paths_of(name)
 
     def fail_waiting(self, error: OutriderError) -> None:
         """Let all who wait for a source have `error`: the client is shutting down."""
         self._fetches.fail_waiting(error)
-        for calls in (self._looks, self._studies, self._digests):
+        for calls in (self._looks, self._studies, self._digests, self._copies):
             calls.fail_waiting(error)
 
     def restrict(self, name: str, needed: Collection[str | None] = ()) -> None:
         """Keep only the `needed` ones of the folders that were fetched for a name; the others may be evicted."""
         self._looks.drop(("name", name))
         self._fetches.drop(("name", name))
+        self.memory.restrict(name, needed)
         for path in needed:
             self._looks.drop(("defaults", path))
             self._studies.drop(("tokenizer", path))
@@ -316,6 +331,11 @@ class AdapterSources:
 def _needs_fetch(source: str) -> bool:
     scheme = source_scheme(source)
     return scheme is not None and scheme not in LOCAL_SCHEMES
+
+
+def _is_local(request: LoRARequest) -> bool:
+    """True when an engine can read its files as they are."""
+    return not isinstance(request, TensorLoRARequest) and not _is_remote(request)
 
 
 def _is_remote(request: LoRARequest) -> bool:

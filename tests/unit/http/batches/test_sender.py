@@ -38,6 +38,7 @@ class Refusing:
         (503, "AdapterSourceError", MAX_TRIES),
         (503, "overloaded_error", MAX_TRIES),
         (503, "EngineDeadError", MAX_DEATHS),
+        (409, "AdapterReplaced", MAX_TRIES),
         (500, "InternalServerError", 1),
         (400, "BadRequestError", 1),
     ],

@@ -319,14 +319,15 @@ COUNTERS = {
     "kv_host_hits",
     "prefix_cache_hits", "prefix_cache_queries", "prompt_tokens", "generation_tokens", "request_success",
     "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos", "spec_decode_steps", "spec_decode_tokens",
-    "lora_evictions", "lora_load_failures",
+    "spec_decode_num_accepted_tokens_per_pos", "spec_decode_steps", "spec_decode_tokens", "lora_adapter_loads",
+    "lora_adapter_evictions",
+    "lora_evictions", "lora_load_failures", "kv_event_batches", "kv_event_batches_dropped",
 }  # fmt: skip
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc",
     "kv_host_bytes", "engine_resident_memory_bytes",
     "lora_requests_info", "lora_adapter_loaded", "lora_adapters", "lora_rows", "lora_rows_used", "lora_host_bytes",
-    "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds", "spec_decode_recent_drafts",
+    "lora_requests", "lora_adapter_bytes", "lora_adapter_load_seconds", "spec_decode_recent_drafts", "lora_max_loras",
 }  # fmt: skip
 HISTOGRAMS = {
     "time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "lora_load_seconds",

@@ -5,7 +5,7 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.platform.core.compat.vllm_metrics import SAME_NAMES, VLLM_PREFIX, vllm_names
-from outrider.platform.core.messages import EngineStats, SpeculationCounts, SpeculationEntry
+from outrider.platform.core.messages import AdapterInfo, EngineStats, SpeculationCounts, SpeculationEntry
 from outrider.platform.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.platform.http.observe.prometheus_metrics import Metrics
 
@@ -15,6 +15,12 @@ STATS = EngineStats(
     num_running=3,
     running_adapters=["json", "sql"],
     waiting_adapters=["support"],
+    num_adapters=4,
+    adapters=[
+        AdapterInfo("sql", "/p", "d", 8, 8, "device", pinned=True),
+        AdapterInfo("json", "/q", "e", 8, 8, "host"),
+        AdapterInfo("support", "/r", "", 0, 0, "disk"),
+    ],
     speculation=[
         SpeculationEntry("", "", SpeculationCounts(10, 30, 15, [9, 6, 0])),
         SpeculationEntry("sql", "acme", SpeculationCounts(2, 4, 3, [2, 1])),
@@ -80,6 +86,21 @@ def test_adapters_as_gateways_read_them() -> None:
     [line] = [line for line in exposition("demo").splitlines() if line.startswith("vllm:lora_requests_info{")]
     for label in ('max_lora="4"', 'running_lora_adapters="json,sql"', 'waiting_lora_adapters="support"'):
         assert label in line
+
+
+def test_adapters_by_memory_as_routers_read_them() -> None:
+    lines = [re.sub(r',?(engine|model_name)="\w+"', "", line) for line in exposition("demo").splitlines()]
+    found = {line.removeprefix("vllm:") for line in lines if line.startswith("vllm:") and "_lora_adapters" in line}
+    assert {
+        "num_gpu_loaded_lora_adapters{} 1.0",
+        "num_cpu_loaded_lora_adapters{} 2.0",
+        "max_gpu_lora_adapters{} 4.0",
+    } <= found
+    loaded = sorted(line for line in lines if line.startswith("vllm:lora_adapter_loaded{"))
+    assert [re.findall(r'(\w+)="(\w+)"', line) for line in loaded] == [
+        [("adapter_name", "json"), ("level", "cpu"), ("pinned", "false")],
+        [("adapter_name", "sql"), ("level", "gpu"), ("pinned", "true")],
+    ]
 
 
 def test_vllm_names_are_opt_in() -> None:

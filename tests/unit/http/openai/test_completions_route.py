@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outrider.platform.core.outputs import Logprob
-from outrider.platform.http.openai.completions import _Completions
+from outrider.platform.http.openai.completions import Completions
 
 
 def events(response) -> list:
@@ -105,8 +105,8 @@ def test_continuous_usage_counts_up(http):
 
 def test_tokens_without_text_are_counted_too(http, monkeypatch):
     """Halves of characters and special tokens have none: such a chunk has no choice."""
-    encode = _Completions.choices
-    monkeypatch.setattr(_Completions, "choices", lambda self, e: encode(self, e) if e.output.finished else [])
+    encode = Completions.choices
+    monkeypatch.setattr(Completions, "choices", lambda self, e: encode(self, e) if e.output.finished else [])
     options = {"continuous_usage_stats": True}
     chunks = events(complete(http, stream=True, stream_options=options | {"include_usage": True}))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 5, 5]
