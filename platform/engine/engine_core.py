@@ -22,7 +22,7 @@ from ..core.errors import (
     ShuttingDownError,
     invalid,
 )
-from ..core.kv_events import KVEventSource, parse_kv_events
+from ..core.kv_events import KVEventSource
 from ..core.memory_usage import resident_memory_bytes
 from ..core.messages import MAX_TENANT_WEIGHT, EngineInfo, EngineRequest, EngineStats, TokenDelta
 from ..core.model_limits import MAX_TOKEN_IDS, check_context, check_params, check_token_ids
@@ -30,15 +30,12 @@ from ..core.request import Request
 from ..core.sampling_params import check_number, check_text
 from ..core.weight_source import WeightSource
 from .adapters import EngineAdapters
-from .memory.cache_events import CacheEvents
+from .kv_events import KVEvents
 from .profiler import Profiler
 from .runner.pipeline import Pipeline
 from .sampling.logits_edits import EditTables, edit_state
 from .setup import build
 from .speculation_totals import SpeculationTotals
-
-if TYPE_CHECKING:
-    from .kv_publisher import KVEventPublisher
 
 _FREED = tuple(
     "scheduler adapters _runner _executor _adapters _grammars _kv _host _pipeline _profiler _edit_tables"
@@ -52,15 +49,13 @@ class EngineCore:
 
     def __init__(self, args: EngineArgs, *, progress: bool = False) -> None:
         """Load the model and allocate the KV cache; see `setup.build` for the errors."""
-        self._kv_events = _open_publisher(args)  # before the model is loaded, which takes long
+        self._kv_events = KVEvents(args)  # before the model is loaded, which takes long
         try:
             parts = build(args, progress=progress)
         except BaseException:
-            if self._kv_events is not None:
-                self._kv_events.close()
+            self._kv_events.close()
             raise
-        if self._kv_events is not None:
-            parts.scheduler.prefix_cache.record(self._kv_events.events)
+        self._kv_events.record(parts.scheduler.prefix_cache)
         self.info: EngineInfo = parts.info
         self.scheduler = parts.scheduler
         self._config = parts.config
@@ -113,8 +108,7 @@ class EngineCore:
             raise
         if self._executor.is_broken:  # maybe since the middle of a pass, whose results are unknown then
             raise self._executor.error()
-        if self._kv_events is not None:
-            self._kv_events.flush()
+        self._kv_events.flush()
         self.learn()
         return deltas
 
@@ -186,14 +180,15 @@ class EngineCore:
             InvalidRequestError: there is no such mode.
         """
         self._pause.begin(mode, self.scheduler, self._pipeline, drops_kv=clear_cache)
+        self._kv_events.flush()
 
     def resume(self) -> None:
         """End the pause, if there is one."""
         self._pause.end()
 
     def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
-        """Replace weights of the target, or with `draft` of the drafter. Cached KV of the
-        old weights is found by no request any more, but sequences that are kept go on with it.
+        """Replace weights of the target, or with `draft` of the drafter. Requests do not find cached KV of the old
+        weights any more, but sequences that are kept go on with it.
 
         Returns:
             False if the target keeps some of its weights.
@@ -226,8 +221,8 @@ class EngineCore:
             prefix_cache_hits=cache.num_hits,
             kv_host_hits=cache.host.num_hits * cache.block_size if cache.host is not None else 0,
             kv_host_bytes=cache.host.num_bytes if cache.host is not None else 0,
-            kv_event_batches=self._kv_events.num_batches if self._kv_events is not None else 0,
-            kv_event_batches_dropped=self._kv_events.num_dropped if self._kv_events is not None else 0,
+            kv_event_batches=self._kv_events.num_batches,
+            kv_event_batches_dropped=self._kv_events.num_dropped,
             drafters=[] if self._config.speculative is None else list(self._config.speculative.drafters),
             speculation=self._speculation.entries(),
             learning=[] if self.learner is None else self.learner.states(),
@@ -255,13 +250,12 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Drop the cached KV that no sequence uses; True when the cache is empty."""
         is_empty = self.scheduler.prefix_cache.reset()
-        if self._kv_events is not None:
-            self._kv_events.flush()
+        self._kv_events.flush()
         return is_empty
 
     def kv_event_sources(self) -> list[KVEventSource]:
         """Addresses at which events of the KV cache are published; [] if they are not."""
-        return [] if self._kv_events is None else [self._kv_events.source]
+        return self._kv_events.sources()
 
     def release_memory(self) -> None:
         """Return the memory of KV blocks, the host's too, to the system, on a CPU; it is allocated again at its next
@@ -290,8 +284,7 @@ class EngineCore:
         self.scheduler.abort([request.request_id for request in (*self.scheduler.running, *self.scheduler.waiting)])
         with ExitStack() as last_first:  # all of it, even if one fails
             last_first.callback(self._free, device)
-            if self._kv_events is not None:
-                last_first.callback(self._kv_events.close)
+            last_first.callback(self._kv_events.close)
             for part in (self._grammars, self._executor, self._adapters, self._runner, self._profiler):
                 last_first.callback(part.close)
             last_first.callback(self._pipeline.abandon)
@@ -362,21 +355,6 @@ class EngineCore:
         if learn is not None and request.tenant in learn.tenants:
             return 0  # the blocks hold the drafter's KV too, which its learnt weights have changed
         return request.num_shared_tokens
-
-
-def _open_publisher(args: EngineArgs) -> KVEventPublisher | None:
-    """Publisher of KV events; None: the options want none."""
-    config = parse_kv_events(args.kv_events_config, args.data_parallel_rank)
-    if config is None:
-        return None
-    try:
-        from .kv_publisher import KVEventPublisher
-    except ImportError as error:
-        raise InvalidRequestError(
-            f"kv_events_config needs pyzmq and msgspec, and {error.name} is missing: pip install '.[serve]'",
-            param="kv_events_config",
-        ) from error
-    return KVEventPublisher(config, args.data_parallel_rank, CacheEvents(args.block_size), args.block_size)
 
 
 @contextmanager
