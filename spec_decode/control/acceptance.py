@@ -43,7 +43,7 @@ def pool_of(position: int) -> int:
 class AcceptanceRate:
     """Counts of right and wrong drafts by pool, of one request or of one adapter, for one drafter."""
 
-    __slots__ = ("_asked", "_fade", "_made", "right", "tried")
+    __slots__ = ("_asked", "_fade", "_made", "known_rates", "right", "tried")
 
     def __init__(self, memory: float) -> None:
         """Start without counts. `memory`: rounds after which they have faded to 1/e."""
@@ -52,19 +52,22 @@ class AcceptanceRate:
         self.tried = [0.0] * NUM_POOLS
         self._asked = [0.0] * NUM_POOLS
         self._made = [0.0] * NUM_POOLS
+        self.known_rates: list[float] | None = None
+        """`adapter_rates` of these counts, once computed: rows read them more often than they change."""
 
     def add_round(self, num_asked: int, num_drafts: int, num_accepted: int) -> None:
         """Count one round: `num_asked` drafts were requested, the first `num_drafts` of them were made, and the first
         `num_accepted` of these were right. The next one was wrong, or not made, which counts as wrong."""
-        fade = self._fade
-        right, tried, asked, made = self.right, self.tried, self._asked, self._made
+        self.known_rates = None
+        fade, asked, made = self._fade, self._asked, self._made
+        self.right = right = [count * fade for count in self.right]
+        self.tried = tried = [count * fade for count in self.tried]
         for pool, first in enumerate(_FIRST_POSITIONS):
-            right[pool] *= fade
-            tried[pool] *= fade
-            if first < num_asked:
-                last = _FIRST_POSITIONS[pool + 1] if pool + 1 < NUM_POOLS else num_asked
-                asked[pool] = fade * asked[pool] + min(num_asked, last) - first
-                made[pool] = fade * made[pool] + max(0, min(num_drafts, last) - first)
+            if first >= num_asked:
+                break
+            last = _FIRST_POSITIONS[pool + 1] if pool + 1 < NUM_POOLS else num_asked
+            asked[pool] = fade * asked[pool] + min(num_asked, last) - first
+            made[pool] = fade * made[pool] + max(0, min(num_drafts, last) - first)
         for position in range(min(num_accepted + 1, num_asked)):
             pool = pool_of(position)
             tried[pool] += 1.0
@@ -96,10 +99,13 @@ class AcceptanceRate:
         return rates
 
 
-def adapter_rates(counts: AcceptanceRate, first: float) -> list[float]:
-    """[NUM_POOLS] acceptance of an adapter's requests; `first`: estimate before any draft was verified."""
-    strength = max(1.0, _FIRST_ROUNDS - counts.tried[0] / _FIRST_FADES)
-    return counts.rates([first] * NUM_POOLS, strength)
+def adapter_rates(counts: AcceptanceRate, first: float) -> Sequence[float]:
+    """[NUM_POOLS] acceptance of an adapter's requests; `first`: estimate before any draft was verified, the same in all
+    calls for these counts."""
+    if counts.known_rates is None:
+        strength = max(1.0, _FIRST_ROUNDS - counts.tried[0] / _FIRST_FADES)
+        counts.known_rates = counts.rates([first] * NUM_POOLS, strength)
+    return counts.known_rates
 
 
 def survival(rates: Sequence[float], count: int) -> list[float]:

@@ -31,6 +31,8 @@ FIRST_TRIAL_SECONDS, MOST_TRIAL_SECONDS = 0.5, 60.0
 """Least and most seconds between two trials of a drafter; a trial that changes nothing doubles them. A text changes
 within seconds, the requests of an adapter within minutes."""
 
+FEW_ROUNDS = 32
+"""Rounds of an adapter up to which each one counts: a useless drafter is detected within a tenth of a second."""
 
 _ALL_MADE = [1.0] * NUM_POOLS
 """Shares of drafts that are made, before any was requested."""
@@ -89,7 +91,8 @@ class AdapterState:
         """`first_rates`: acceptance that is expected of each drafter before any draft was verified."""
         self._first = first_rates
         self.counts = [AcceptanceRate(ADAPTER_MEMORY) for _ in first_rates]
-        """Rates of all rounds, by drafter."""
+        """Rates of all rounds, by drafter. Those of the first one include matches that were verified instead of its
+        drafts; those of prompt lookup include matches that were not verified."""
         self.after = [[AcceptanceRate(ADAPTER_MEMORY) for _ in (False, True)] for _ in first_rates]
         """[drafter][is_right] rates of the rounds that follow a round whose drafts were not all right, and one whose
         drafts were."""
@@ -108,11 +111,11 @@ class AdapterState:
         self.trial_cost = 0.0
         """Seconds that the trial has cost so far."""
 
-    def rates(self, drafter: int) -> list[float]:
+    def rates(self, drafter: int) -> Sequence[float]:
         """Acceptance by pool of positions."""
         return adapter_rates(self.counts[drafter], self._first[drafter])
 
-    def rates_after(self, drafter: int, *, is_right: bool) -> list[float]:
+    def rates_after(self, drafter: int, *, is_right: bool) -> Sequence[float]:
         """Acceptance by pool of positions in rounds after a right one, or after another."""
         return adapter_rates(self.after[drafter][is_right], self._first[drafter])
 
@@ -174,7 +177,7 @@ class RowState:
         self.confidence: Sequence[float] = ()
         """`Drafts.confidence` of these drafts, if it was read."""
         self.match: Match | None = None
-        """The last match that was found for it."""
+        """The last look-up in its text, with or without a match."""
         self.trial_rounds = 0
         """Remaining rounds of its trial."""
         self.lag = 0
@@ -193,19 +196,22 @@ class RowState:
         """True if all of its last drafts were right, and its next step verifies those of a match."""
         return self.is_right and self.match is not None and self.match.is_used
 
-    def prefers(self, drafts: Drafts, tokens: Sequence[int], num_drafts: int) -> bool:
+    def prefers(self, drafts: Drafts, tokens: Sequence[int], num_drafts: int, *, counts: bool) -> bool:
         """Record prompt lookup's `drafts` after the request's `tokens`, and return whether more of them are expected to
-        be right than of `num_drafts` of its own drafter."""
-        matches, before = self.adapter.matches, self.match
-        if before is not None:
-            matches.compare(before, tokens)
-        self.match = None
+        be right than of `num_drafts` of its own drafter.
+
+        Args:
+            counts: False to skip the comparison of the drafts before with the text, except for the first ones.
+        """
+        adapter, before = self.adapter, self.match
+        if before is not None and (counts or adapter.counts[1].tried[0] < FEW_ROUNDS):
+            adapter.counts[1].add_round(*adapter.matches.compare(before, tokens))
+        self.match = found = Match(len(tokens), drafts.token_ids, drafts.match_length, num_drafts)
         if not drafts.match_length or self.trial_rounds:
             return False
-        self.match = Match(len(tokens), drafts.token_ids, drafts.match_length)
-        right = matches.expected(drafts.match_length, len(drafts.token_ids))
-        self.match.is_used = right > sum(self.offer(num_drafts).survival)
-        return self.match.is_used
+        right = adapter.matches.expected(drafts.match_length, len(drafts.token_ids))
+        found.is_used = right > sum(survival(self._rates(), num_drafts))
+        return found.is_used
 
     def next_offer(self, limit: int, drafters: Sequence[DrafterTraits]) -> Offer:
         """Offer of at most `limit` drafts: of its drafter, or of the match that its next step verifies if the request
@@ -219,9 +225,13 @@ class RowState:
     def offer(self, count: int) -> Offer:
         """Offer of at most `count` drafts by its drafter."""
         adapter, counts = self.adapter, self.counts[self.drafter][self.is_right]
-        rates = counts.rates(adapter.rates_after(self.drafter, is_right=self.is_right))
         shares = counts.made_shares(adapter.after[self.drafter][self.is_right].made_shares(_ALL_MADE))
-        return Offer(self.drafter, survival(rates, count), expected_drafts(shares, count))
+        return Offer(self.drafter, survival(self._rates(), count), expected_drafts(shares, count))
+
+    def _rates(self) -> list[float]:
+        """Acceptance of its drafter's next drafts, by pool of positions."""
+        prior = self.adapter.rates_after(self.drafter, is_right=self.is_right)
+        return self.counts[self.drafter][self.is_right].rates(prior)
 
 
 class AdapterStates:

@@ -7,7 +7,8 @@ Each adapter has a, b and c for each drafter. They start at 0, 1, 0 (the drafter
 drafts by logistic regression: an approximate Newton step, with a diagonal Hessian, for each draft.
 
 The first drafts of a row are kept, up to the first one that costs more than it gains: the rule of `goodput`, with the
-price of a draft that was fixed before any draft was made.
+price of a draft that was fixed before any draft was made. Of prompt lookup's, which are not drawn, as many are kept as
+gain most together: the first one pays the whole jump from a step without drafts.
 
 The distribution of the text is exact for sampled requests too, although they are verified by rejection sampling.
 Whether draft j is verified depends on the drafts before it, which are verified then, and on nothing that is known
@@ -63,8 +64,10 @@ class ConfidenceFit:
                 curvature[index] = faded + spread * feature * feature
                 weights[index] += _DAMPING * error * feature / curvature[index]
 
-    def num_worthwhile(self, confidence: Sequence[float], price: DraftPrice) -> int:
-        """Number of a row's first drafts that are worth their price."""
+    def num_worthwhile(self, confidence: Sequence[float], price: DraftPrice, *, is_certain: bool = False) -> int:
+        """Number of a row's first drafts that are worth their price. `is_certain`: see `num_best`."""
+        if is_certain:
+            return self.num_best(confidence, price)
         survival, tokens = 1.0, 1.0
         for position, own in enumerate(confidence):
             survival *= self.chance(own, position)
@@ -72,6 +75,21 @@ class ConfidenceFit:
                 return position
             tokens += survival
         return len(confidence)
+
+    def num_best(self, confidence: Sequence[float], price: DraftPrice) -> int:
+        """Number of a row's first drafts that are worth their price together, for drafts that were not drawn: the text
+        before them determines all of them, and so how many are worth the jump of the step's time."""
+        best, most_worth = 0, 0.0
+        survival, tokens, cost = 1.0, 1.0, 0.0
+        for position, own in enumerate(confidence):
+            survival *= self.chance(own, position)
+            tokens += survival
+            own_price = price.further if position else price.first
+            cost += math.log1p(own_price) if price.is_fair else own_price
+            worth = (math.log(tokens) if price.is_fair else tokens - 1.0) - cost
+            if worth > most_worth:
+                best, most_worth = position + 1, worth
+        return best
 
 
 def _log_odds(confidence: float) -> float:

@@ -64,8 +64,9 @@ class DrafterGroup(Drafter):
             else:
                 found = drafter.propose([rows[at] for at in asking], target)
                 for at, proposal in zip(asking, found, strict=True):
-                    drafts = proposal.drafts._replace(drafter=index)
-                    results[at] = Proposal(drafts, results[at].num_draft_computed)
+                    if proposal.drafts.token_ids:
+                        drafts = proposal.drafts._replace(drafter=index)
+                        results[at] = Proposal(drafts, results[at].num_draft_computed)
         for at, drafts in matched.items():
             results[at] = Proposal(drafts, results[at].num_draft_computed)
         return results

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 LEAST_CHANCE = 0.01
 """Drafts with a lower probability are never made: one more token costs more than that share of a row's step."""
+PRICED_DRAFTS = 4
+"""Drafts of a row from which the price of one is taken: the first of a step costs more than each further one."""
 
 
 class Offer(NamedTuple):
@@ -62,21 +64,30 @@ class DraftPrice(NamedTuple):
     """Least survival of a draft that is worth it, for a row whose drafts before it add nothing."""
     is_fair: bool
     """True if that is multiplied by the row's expected tokens so far, as under proportional fairness."""
+    first: float = 0.0
+    """Price of the first draft of a row if the confidence of all its drafts is known before: with the whole jump from a
+    step without drafts."""
+    further: float = 0.0
+    """Price of each draft after it."""
 
 
-def draft_price(plan: Plan, prices: StepPrices, num_rows: int, num_drafts: int, *, is_fair: bool) -> DraftPrice:
-    """Price at which a draft raises goodput, for a batch of `num_rows` with `plan`.
+def draft_price(plan: Plan, prices: StepPrices, num_rows: int, num_offers: int, *, is_fair: bool) -> DraftPrice:
+    """Price at which a draft raises goodput, for a batch of `num_rows` with `plan`, of which `num_offers` may draft.
 
-    The time that `num_drafts` drafts add to the step is shared by them, and so is the jump from no drafts to the first.
+    For `least` the time that `PRICED_DRAFTS` drafts of each of them add to the step is shared by these drafts.
     """
     step_without = prices.step(0)
     if step_without <= 0.0:  # nothing was measured
         return DraftPrice(0.0, is_fair)
-    share = max(0.0, prices.step(num_drafts) - step_without) / num_drafts / plan.seconds
+    one, some = (max(0.0, prices.step(count * num_offers) - step_without) for count in (1, PRICED_DRAFTS))
+    seconds = some / PRICED_DRAFTS, one, max(0.0, some - one) / (PRICED_DRAFTS - 1)
+    shares = [value / num_offers / plan.seconds for value in seconds]
     if is_fair:
-        return DraftPrice(math.expm1(num_rows * share), is_fair)
-    tokens = num_rows * plan.gain * plan.seconds / (step_without + prices.draft(0, 0))
-    return DraftPrice(tokens * share, is_fair)
+        least, first, further = (math.expm1(num_rows * share) for share in shares)
+    else:
+        tokens = num_rows * plan.gain * plan.seconds / (step_without + prices.draft(0, 0))
+        least, first, further = (tokens * share for share in shares)
+    return DraftPrice(least, is_fair, first, further)
 
 
 def best_plan(offers: Sequence[Offer], prices: StepPrices, num_rows: int, *, fair: bool) -> Plan:

@@ -2,7 +2,8 @@
 
 For each request that the neural drafter may draft for, prompt lookup is asked first; that costs some 10 microseconds.
 Its drafts are compared with the text that follows, whether or not they are verified, so the acceptance after a match of
-each class of lengths is known for every adapter without trials. They are verified if more of them are expected to be
+each class of lengths is known for every adapter without trials, and so is that of prompt lookup instead of the neural
+drafter. They are verified if more of them are expected to be
 right than of the neural drafter's: then that one does not run for the request, and catches up later.
 """
 
@@ -41,26 +42,31 @@ class MatchRates:
         match_class = pool_of(length - 1)
         return survival(adapter_rates(self._counts[match_class], FIRST_RATES[match_class]), count)
 
-    def compare(self, match: Match, tokens: Sequence[int]) -> None:
-        """Count a match against the tokens that the request has now."""
-        followed = tokens[match.position : match.position + len(match.token_ids)]
+    def compare(self, match: Match, tokens: Sequence[int]) -> tuple[int, int, int]:
+        """Count a match against the tokens that the request has now. Returns the look-up as a round of drafts that the
+        text could confirm: numbers requested, made and right."""
+        num_asked = min(len(tokens) - match.position, match.num_asked)
+        num_drafts = max(0, min(len(match.token_ids), num_asked))
         right = 0
-        while right < len(followed) and followed[right] == match.token_ids[right]:
+        while right < num_drafts and tokens[match.position + right] == match.token_ids[right]:
             right += 1
-        if followed:
-            self._counts[pool_of(match.length - 1)].add_round(len(followed), len(followed), right)
+        if num_drafts:
+            self._counts[pool_of(match.length - 1)].add_round(num_drafts, num_drafts, right)
+        return num_asked, num_drafts, right
 
 
 class Match:
-    """Prompt lookup's drafts for a request after one step."""
+    """Prompt lookup's drafts for a request after one step; maybe none."""
 
-    __slots__ = ("is_used", "length", "position", "token_ids")
+    __slots__ = ("is_used", "length", "num_asked", "position", "token_ids")
 
-    def __init__(self, position: int, token_ids: Sequence[int], length: int) -> None:
+    def __init__(self, position: int, token_ids: Sequence[int], length: int, num_asked: int) -> None:
         self.position = position
         """Index in the sequence of the first draft."""
         self.token_ids = token_ids
         self.length = length
-        """Number of tokens that matched."""
+        """Number of tokens that matched; 0: no match."""
+        self.num_asked = num_asked
+        """Number of drafts that were requested."""
         self.is_used = False
         """True if these drafts are verified."""

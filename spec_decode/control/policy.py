@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ...platform.core.batch import RowPlan, StepPlan, StepResult
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
 from .acceptance import AcceptanceRate
-from .adapters import AdapterState, AdapterStates, DrafterTraits, RowState
+from .adapters import FEW_ROUNDS, AdapterState, AdapterStates, DrafterTraits, RowState
 from .asked import Asked, asked_after, is_decode, is_overridden
 from .costs import DraftCosts, Padded, StepCosts, size_class
 from .goodput import DraftPrice, StepPrices, best_plan, draft_price
@@ -32,8 +32,6 @@ LONGEST_GAP = 0.05
 longer."""
 SAMPLED_STEPS = 4
 """Number of short steps of which one counts for acceptance: observing takes 0.02 ms for one row and 0.1 ms for 32."""
-FEW_ROUNDS = 32
-"""Rounds of an adapter up to which each one counts: a useless drafter is detected within a tenth of a second."""
 QUIET_STEPS = 16
 """Number of short steps without drafts of which two in a row are observed, so that the gap between them is, too: 0.05
 ms for one row of the demo model of 3.5M parameters, whose steps take 2 ms."""
@@ -45,9 +43,6 @@ ANSWER_MEMORY = 16.0
 EXPLORED_STEPS = 64
 """Number of steps after which the first draft of each row is verified, worthwhile or not: an adapter whose fit of the
 drafts' confidence is too low gets no other results."""
-PRICED_DRAFTS = 4
-"""Drafts of a row over which the time that drafts add to a step is shared, to price one: the first of a step costs more
-than each further one."""
 
 
 class SpeculationPolicy:
@@ -161,8 +156,7 @@ class SpeculationPolicy:
             state.num_drafts = count if self._is_drafting else 0
             if self._drafters[state.drafter].is_free:
                 state.num_drafts = self._drafters[state.drafter].max_drafts
-        num_priced = PRICED_DRAFTS * len(offering)
-        self._draft_price = draft_price(plan, prices, num_rows, num_priced, is_fair=not requests_wait)
+        self._draft_price = draft_price(plan, prices, num_rows, len(offering), is_fair=not requests_wait)
         self._trials.begin(offering, now)
 
     def _choose_for_class(
@@ -197,7 +191,10 @@ class SpeculationPolicy:
         """Return whether `drafts` of prompt lookup are verified instead of the first drafter's, of which `num_drafts`
         are planned. Called after a step, for each request that the first drafter may draft for; see `matches`."""
         state = self._rows.get(request)
-        return state is not None and self._held is None and state.prefers(drafts, request.tokens, num_drafts)
+        if state is None or self._held is not None:
+            return False
+        counts = self._draft_price is not None or self._num_steps % SAMPLED_STEPS == 0  # priced steps are not short
+        return state.prefers(drafts, request.tokens, num_drafts, counts=counts)
 
     def _prices(self, num_rows: int, offering: Sequence[tuple[RowState, int]]) -> StepPrices:
         """Prices of rounds. The first drafter catches up with each request once, which its rounds share."""
@@ -310,27 +307,29 @@ class SpeculationPolicy:
                     asked = made = 0
                 elif row.num_drafts != made:  # no room for all, or a row planned before its request ended
                     asked = made = row.num_drafts
-                if asked and state.proposed_by >= 0:
-                    for counts in _counts_of(state, state.proposed_by):
+                if asked:
+                    for counts in _counts_of(state):
                         counts.add_round(asked, made, got.num_accepted)
-                    fit, confidence = state.adapter.fits[state.proposed_by], state.confidence[:made]
-                    fit.add_round(confidence, min(got.num_accepted, made))
+                    if state.confidence:
+                        fit = state.adapter.fits[state.proposed_by]  # -1: prompt lookup, the last drafter
+                        fit.add_round(state.confidence[:made], min(got.num_accepted, made))
                 state.is_right = 0 < row.num_drafts == got.num_accepted
             if row.max_new_drafts:
                 state.proposed_by = -1 if is_overridden(row) else row.drafter
-            self._leave_out(state, row.request)
+            drafts = row.request.drafts
+            state.confidence = drafts.confidence
+            if drafts.confidence and self._draft_price is not None and not state.trial_rounds:
+                self._leave_out(state, row.request, self._draft_price)
             state.asked = (0, 0) if got.is_deferred else (row.max_new_drafts, len(row.request.drafts.token_ids))
             if state.trial_rounds and row.samples:
                 self._end_trial(has_ended=self._trials.count(state, now), now=now)
 
-    def _leave_out(self, state: RowState, request: Request) -> None:
+    def _leave_out(self, state: RowState, request: Request, price: DraftPrice) -> None:
         """Leave out the drafts of a request that are not worth verifying. Those that the device has made for a step in
         flight have no confidence."""
         drafts = request.drafts
-        state.confidence = drafts.confidence
-        if not drafts.confidence or state.trial_rounds or self._draft_price is None:
-            return
-        count = state.adapter.fits[drafts.drafter].num_worthwhile(drafts.confidence, self._draft_price)
+        is_certain = drafts.probs is None and drafts.match_length > 0
+        count = state.adapter.fits[drafts.drafter].num_worthwhile(drafts.confidence, price, is_certain=is_certain)
         if self._num_steps % EXPLORED_STEPS == 0:
             count = max(count, 1)
         request.drafts = drafts.truncated(count) if count else NO_DRAFTS
@@ -375,7 +374,10 @@ class SpeculationPolicy:
         }
 
 
-def _counts_of(state: RowState, drafter: int) -> tuple[AcceptanceRate, ...]:
-    """Counts that a round of a request belongs to: its own and its adapter's."""
-    adapter, is_right = state.adapter, state.is_right
+def _counts_of(state: RowState) -> tuple[AcceptanceRate, ...]:
+    """Counts that a round of a request belongs to: its own and its adapter's; for a match that was verified instead of
+    the first drafter's drafts, those of all rounds that were planned for that drafter."""
+    adapter, is_right, drafter = state.adapter, state.is_right, state.proposed_by
+    if drafter < 0:
+        return (adapter.counts[0],)
     return state.counts[drafter][is_right], adapter.counts[drafter], adapter.after[drafter][is_right]

@@ -10,7 +10,8 @@ Steps after which nothing is drafted are deferred, and written together: one lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +57,8 @@ class StepWriter:
         self._block_size = 0
         self._deferred: list[tuple[Tensor, ...]] = []  # hidden states of steps that are not written yet
         self._deferred_rows: list[tuple[Any, int]] = []  # adapter and number of tokens of their rows
-        self._deferred_places: dict[int, int] = {}  # slot and position of each of their tokens, in their order
+        self._deferred_slots: dict[int, None] = {}  # slot of each of their tokens, in their order
+        self._deferred_spans: list[range] = []  # positions of their rows
 
     def bind(self, block_size: int, prepare_adapters: AdapterPreparer) -> None:
         """Set the size of the cache's blocks."""
@@ -78,7 +80,7 @@ class StepWriter:
         self.flush()
         counts = _counts(rows, len(states[0]))
         if overshoot is None:
-            places = self._uploaded(self._known_places(rows, counts))
+            places = self._uploaded(self._known_slots(rows, counts), _spans(rows, counts))
         else:
             starts = [row.start for row in rows]
             there = device_places(
@@ -98,13 +100,13 @@ class StepWriter:
         if ends or overshoot is not None or num_tokens >= _MOST_DEFERRED:
             self.write(rows, states, overshoot)
             return
-        places = self._known_places(rows, counts)
-        pending = self._deferred_places
-        if len(pending) + num_tokens > _MOST_DEFERRED or any(slot in pending for slot, _ in places):
+        slots = self._known_slots(rows, counts)
+        if len(self._deferred_slots) + num_tokens > _MOST_DEFERRED or not self._deferred_slots.keys().isdisjoint(slots):
             self.flush()  # a slot is written once in a product: of two writes either may be the last
         self._deferred.append(tuple(state.clone() for state in states))  # the next step may be written over them
         self._deferred_rows += _adapter_rows(rows, counts)
-        self._deferred_places.update(places)
+        self._deferred_slots.update(dict.fromkeys(slots))
+        self._deferred_spans += _spans(rows, counts)
 
     def flush(self) -> None:
         """Write deferred states."""
@@ -112,23 +114,22 @@ class StepWriter:
             return
         deferred = self._deferred
         states = deferred[0] if len(deferred) == 1 else tuple(map(torch.cat, zip(*deferred, strict=True)))
-        self._write(states, self._deferred_rows, self._uploaded([*self._deferred_places.items()]))
+        self._write(states, self._deferred_rows, self._uploaded(self._deferred_slots, self._deferred_spans))
         # Not before: their tokens' KV counts as valid.
-        self._deferred, self._deferred_rows, self._deferred_places = [], [], {}
+        self._deferred, self._deferred_rows, self._deferred_slots, self._deferred_spans = [], [], {}, []
 
-    def _known_places(self, rows: Sequence[DraftRow], counts: Sequence[int]) -> list[tuple[int, int]]:
-        """Slot and position of each token."""
-        size, places = self._block_size, []
+    def _known_slots(self, rows: Sequence[DraftRow], counts: Sequence[int]) -> list[int]:
+        """Slot of each token."""
+        size, slots = self._block_size, []
         for row, count in zip(rows, counts, strict=True):
             table = row.block_table
-            places += [(table[at // size] * size + at % size, at) for at in range(row.start, row.start + count)]
-        return places
+            slots += [table[at // size] * size + at % size for at in range(row.start, row.start + count)]
+        return slots
 
-    def _uploaded(self, places: list[tuple[int, int]]) -> Places:
-        slots, positions = np.array(places, dtype=np.int64).T
-        end = int(positions.max()) + 1
-        there = upload(self._device, slots, positions)
-        return Places(there[0], there[1], end)
+    def _uploaded(self, slots: Collection[int], spans: Sequence[range]) -> Places:
+        positions = np.fromiter(chain.from_iterable(spans), np.int64, len(slots))
+        there = upload(self._device, np.fromiter(slots, np.int64, len(slots)), positions)
+        return Places(there[0], there[1], max(span.stop for span in spans))
 
     def _write(self, states: Sequence[Tensor], rows: list[tuple[Any, int]], places: Places) -> Tensor:
         adapts = self._adapts and any(adapter is not None for adapter, _ in rows)
@@ -138,6 +139,11 @@ class StepWriter:
 def _adapter_rows(rows: Sequence[DraftRow], counts: Sequence[int]) -> list[tuple[Any, int]]:
     """Adapter and number of tokens of each row."""
     return [(row.request.adapter, count) for row, count in zip(rows, counts, strict=True)]
+
+
+def _spans(rows: Sequence[DraftRow], counts: Sequence[int]) -> list[range]:
+    """Positions of each row's tokens."""
+    return [range(row.start, row.start + count) for row, count in zip(rows, counts, strict=True)]
 
 
 def _counts(rows: Sequence[DraftRow], num_tokens: int) -> list[int]:

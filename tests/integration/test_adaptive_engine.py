@@ -94,11 +94,11 @@ def test_drafts_are_left_out_and_the_text_is_the_same(models, make_engine, plain
     """Steps count as long, all drafts are planned, and one costs a third of a token, whatever the times are here."""
     monkeypatch.setattr(policy, "SHORT_STEP", 0.0)
     monkeypatch.setattr(policy, "best_plan", lambda offers, *_, **__: Plan([len(o.survival) for o in offers], 2.0, 1.0))
-    monkeypatch.setattr(policy, "draft_price", lambda *_, is_fair, **__: DraftPrice(0.33, is_fair))
+    monkeypatch.setattr(policy, "draft_price", lambda *_, is_fair, **__: DraftPrice(0.33, is_fair, 0.33, 0.33))
     found, choose = [], ConfidenceFit.num_worthwhile
 
-    def noted(fit, confidence, price):
-        found.append((len(confidence), choose(fit, confidence, price)))
+    def noted(fit, confidence, price, **options):
+        found.append((len(confidence), choose(fit, confidence, price, **options)))
         return found[-1][1]
 
     monkeypatch.setattr(ConfidenceFit, "num_worthwhile", noted)

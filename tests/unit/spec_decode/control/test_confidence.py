@@ -55,7 +55,7 @@ def test_drafts_are_kept_by_the_rule_that_plans_them(is_fair):
         offers = [Offer(0, [math.prod(row[: j + 1]) for j in range(6)]) for row in rows]
         prices = StepPrices(lambda count, each=each: 1.0 + each * count, lambda drafter, count: 0.0)
         plan = best_plan(offers, prices, 5, fair=is_fair)
-        price = draft_price(plan, prices, 5, 20, is_fair=is_fair)
+        price = draft_price(plan, prices, 5, 5, is_fair=is_fair)
         kept = [ConfidenceFit().num_worthwhile(row, price) for row in rows]
         assert kept == pytest.approx(plan.num_drafts, abs=1)
         assert abs(sum(kept) - sum(plan.num_drafts)) <= 1
@@ -64,7 +64,7 @@ def test_drafts_are_kept_by_the_rule_that_plans_them(is_fair):
 @pytest.mark.parametrize("seconds", [1.0, 0.0], ids=["free", "not measured yet"])
 def test_free_drafts_are_all_kept(seconds):
     prices = StepPrices(lambda count: seconds, lambda drafter, count: 0.0)
-    price = draft_price(best_plan([], prices, 1, fair=True), prices, 1, 4, is_fair=True)
+    price = draft_price(best_plan([], prices, 1, fair=True), prices, 1, 1, is_fair=True)
     assert ConfidenceFit().num_worthwhile([0.01] * 8, price) == 8
 
 
@@ -152,3 +152,23 @@ def test_a_confidence_is_known_before_its_draft():
             by_drafts.setdefault(tuple(drafts.token_ids[:place]), set()).add(round(confidence, 5))
     assert len(by_drafts) > 5
     assert all(len(found) == 1 for found in by_drafts.values())
+
+
+@pytest.mark.parametrize("is_fair", [False, True])
+@pytest.mark.parametrize("jump", [0.0, 0.3, 2.0])
+def test_certain_drafts_pay_the_jump_of_a_step_together(jump, is_fair):
+    """Their number is that with the best goodput; a single draft alone is not worth the jump that many are."""
+    generator = random.Random(3)
+    prices = StepPrices(lambda count: 1.0 + (jump + 0.05 * count if count else 0.0), lambda drafter, count: 0.0)
+    price = draft_price(best_plan([], prices, 1, fair=is_fair), prices, 1, 1, is_fair=is_fair)
+    for _ in range(40):
+        confidence = [generator.uniform(0.2, 0.95) for _ in range(6)]
+        tokens = [sum(math.prod(confidence[:j]) for j in range(count + 1)) for count in range(7)]
+        worth = [math.log(tokens[n]) - math.log1p(price.first) - (n - 1) * math.log1p(price.further) for n in range(7)]
+        if not is_fair:
+            worth = [tokens[n] - 1.0 - price.first - (n - 1) * price.further for n in range(7)]
+        worth[0] = 0.0
+        kept = ConfidenceFit().num_worthwhile(confidence, price, is_certain=True)
+        assert kept == max(range(7), key=worth.__getitem__)
+    single = ConfidenceFit().num_worthwhile([0.2], price, is_certain=True)
+    assert single == (jump == 0.0)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from outrider.platform.core.batch import RowPlan
+from outrider.platform.core.batch import RowPlan, RowResult, StepPlan, StepResult
 from outrider.platform.core.request import Drafts, Request, Status
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.control.adapters import DrafterTraits
+from outrider.spec_decode.control.adapters import FEW_ROUNDS, AdapterState, DrafterTraits, RowState
 from outrider.spec_decode.control.policy import SpeculationPolicy
 from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
 from outrider.spec_decode.drafters.ngram import NgramDrafter
@@ -60,6 +60,41 @@ def test_other_adapters_have_their_own_rates() -> None:
     assert not text.step(9, is_right=False)
     text.begin(b"another")
     assert text.step(9, is_right=True)
+
+
+@pytest.mark.parametrize("finds", [False, True])
+def test_look_ups_tell_what_prompt_lookup_alone_would_accept(finds: bool) -> None:
+    """Without a trial; drafts that were not requested, or that the text has not reached, count neither way."""
+    adapter = AdapterState([0.7, 0.5], 0.0)
+    row, tokens = RowState(adapter, 2), [0] * 8
+    for _ in range(2 * FEW_ROUNDS):
+        row.prefers(Drafts([5, 6, 7], match_length=9) if finds else Drafts([]), tokens, 3, counts=False)
+        tokens += [5]
+    counts, before = adapter.counts[1], [*adapter.rates(1)]
+    assert (before[0] > 0.9) if finds else (before[0] < 0.1)
+    assert (counts.made_shares([1.0] * 6)[0] > 0.9) is finds
+    assert counts.tried[1] == 0.0, "the text was one token ahead"
+    row.prefers(Drafts([5], match_length=9), tokens, 1, counts=False)
+    assert adapter.rates(1) == before, "enough are known"
+
+
+def test_matches_count_for_the_drafter_that_was_planned() -> None:
+    """Else it seems as good as on the text alone that matches leave to it."""
+    text = Text()
+    row = RowPlan(text.request, 7, 1, 0, True, NUM_NEURAL)
+    for _ in range(20):
+        text.policy.choose([row])
+        row.max_new_drafts = NUM_NEURAL
+        made = Drafts([5, 6, 7, 8], match_length=9)
+        assert text.policy.prefers_match(text.request, made, NUM_NEURAL)
+        text.request.drafts = made._replace(drafter=1)
+        accepted = row.num_drafts
+        text.policy.observe(StepPlan([row]), StepResult([RowResult([5] * (1 + accepted), accepted)], 0.0))
+        text.request.tokens += [5, 6, 7, 8, 9]
+        row = RowPlan(text.request, len(text.request.tokens) - 1, 5, 4, True, NUM_NEURAL)
+    [entry] = text.policy.snapshot().values()
+    assert entry["drafter"] == "head"
+    assert entry["acceptance"][0] > 0.9
 
 
 def test_nothing_is_overridden_while_costs_are_measured() -> None:
