@@ -218,7 +218,7 @@ def test_draft_weights_of_a_head(method, options, samples, read_batch, folders, 
     lora.export(lora_folder)
     config = json.loads((lora_folder / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == ("tiny-head", 3, 6)
-    assert read_config(AdapterFolder(lora_folder)).scale_of("fc") == 2.0
+    assert read_config(AdapterFolder(str(lora_folder))).scale_of("fc") == 2.0
     tensors = load_file(lora_folder / "adapter_model.safetensors")
     names = {key.removeprefix("base_model.model.").split(".lora_")[0] for key in tensors}
     assert names == {"fc"} | {
