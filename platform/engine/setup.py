@@ -127,7 +127,7 @@ def _build(
     _choose_threads(model, getattr(torch, config.dtype), num_local)
     graphs = None if model.state_layers else _make_graphs(config, parallel)  # states are read by index, on the host
     context = _drafter_context(config, model, graphs, parallel, progress=progress)
-    speculation = _make_speculation(config, context, graphs)
+    speculation = _make_speculation(config, context, graphs if graphs is not None and graphs.captures(model) else None)
     drafter = speculation.drafter
     adapters = _make_adapters(config, model, speculation, parallel)
     captures = graphs is not None and graphs.captures(model)
@@ -294,8 +294,7 @@ def _choose_threads(model: LanguageModel, dtype: torch.dtype, num_ranks: int) ->
 
 @memory_for(DRAFTER)
 def _make_speculation(config: EngineConfig, context: DrafterContext, graphs: PassGraphs | None) -> Speculation:
-    padded = graphs.grid.padded if graphs is not None and graphs.captures(context.target) else None
-    return make_speculation(config.speculative, context, padded)
+    return make_speculation(config.speculative, context, None if graphs is None else graphs.grid.padded)
 
 
 def _drafter_context(

@@ -19,7 +19,7 @@ def test_files_of_a_digest_are_read_once(make_manager, folder, monkeypatch):
     open_file = AdapterFolder.open
 
     def noted(self, name, most=None):
-        if not self.copies:
+        if not self.files:
             opened.append(name)
         return open_file(self, name, most)
 

@@ -24,6 +24,7 @@ from outrider.platform.core.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from outrider.platform.core.repetition import RepetitionDetectionParams
 from outrider.platform.core.sampling_params import MAX_SEED, RequestOutputKind, SamplingParams
 
 FULL_PARAMS = SamplingParams(
@@ -32,7 +33,9 @@ FULL_PARAMS = SamplingParams(
     include_stop_str_in_output=True, ignore_eos=True, max_tokens=7, min_tokens=2, logprobs=1, prompt_logprobs=0,
     logit_bias={5: 1}, allowed_token_ids=[1, 2], detokenize=True, skip_special_tokens=False,
     spaces_between_special_tokens=False, speculative=False, pooling="mean", bad_words_token_ids=[[1, 2], [3]],
-    structured_outputs={"regex": "a+"}, output_kind=RequestOutputKind.DELTA,
+    structured_outputs={"regex": "a+"}, output_kind=RequestOutputKind.DELTA, logprob_token_ids=[4],
+    thinking_token_budget=5, thinking_start_token_ids=[6], thinking_end_token_ids=[7],
+    repetition_detection=RepetitionDetectionParams(3, 1, 2),
 )  # fmt: skip
 INFO = EngineInfo("m", "Llama", "float32", "cpu", 10, 20, 5, 3, 16, 100, True, 8, 64, "off", 0.5)
 LOGPROBS = TokenLogprobs([1, 2], [-0.5, float("-inf")], 3)
@@ -126,7 +129,7 @@ def test_results_of_calls(verb: str, value: Any) -> None:
 def test_arguments_of_calls_arrive_in_their_types() -> None:
     request = LoRARequest("a", path="/a", draft_path="/d")
     for verb, arguments, arrived in (
-        ("adapters.load", {"request": request, "pinned": True}, {"load_inplace": False}),
+        ("adapters.load", {"request": request, "pinned": True}, {"load_inplace": False, "running": "finish"}),
         ("adapters.register", {"requests": [request]}, {}),
         ("adapters.unload", {"name": "a"}, {"mode": "drain"}),
         ("adapters.pin", {"name": "a"}, {}),

@@ -91,7 +91,7 @@ def test_end_tokens_of_a_wrong_type(tokenizers, write, value):
 
 def test_a_slow_tokenizer_delays_no_other(tokenizers, write, tmp_path, monkeypatch):
     slow, begun, goes_on, read = write(1), threading.Event(), threading.Event(), AdapterFolder.read
-    other = AdapterFolder(shutil.copytree(tmp_path, tmp_path / "other"))
+    other = AdapterFolder(str(shutil.copytree(tmp_path, tmp_path / "other")))
 
     def read_slowly(folder, name, most):
         if folder == slow:
