@@ -49,7 +49,7 @@ from outrider.platform.cli.bench.prompt_files import encode, read_prompts
 from outrider.platform.cli.options.option_types import positive
 
 MODES = ("base", "lora", "ngram", "draft", "int8", "int4", *STORED)
-"""Those without files of the user's, which are measured by default."""
+"""Modes that need no files of the user; measured by default."""
 MODELS = ("small", "medium")
 REAL = "smollm2"
 """Model that is not made here: `tools/real_models.py` makes it."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineLife:
-    """Of an engine in this process."""
+    """Verbs of an engine in this process."""
 
     _engine: LocalEngine
 
@@ -96,7 +96,7 @@ class EngineLife:
 
 
 class AsyncEngineLife:
-    """Of an engine process."""
+    """Verbs of an engine in a process of its own."""
 
     engine: RemoteEngine
 

@@ -58,7 +58,7 @@ class KVEventPublisher:
         self.num_batches = 0
         """Batches so far: the next sequence number."""
         self.num_dropped = 0
-        """Of these, batches that found the queue full."""
+        """Number of batches among them that found the queue full."""
         self.events, self._rank = events, rank
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()

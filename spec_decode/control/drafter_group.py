@@ -36,7 +36,7 @@ class DrafterGroup(Drafter):
 
     @property
     def weights(self) -> Sequence[Any]:
-        """Those of the first drafter; a fallback has none."""
+        """Weights of the first drafter; a fallback has none."""
         return self._first.weights
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:

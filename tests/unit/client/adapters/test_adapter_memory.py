@@ -137,7 +137,8 @@ def test_a_digest_is_64_digits(memory, text):
 def test_the_right_digest_in_capitals(memory):
     with memory.upload() as upload:
         upload.write(WEIGHTS)
-        upload.finish(CONFIG, hashlib.sha256(WEIGHTS).hexdigest().upper())
+        request = upload.finish(CONFIG, hashlib.sha256(WEIGHTS).hexdigest().upper())
+    assert len(request.files) == 2
 
 
 def test_the_largest_adapter(memory):
