@@ -111,16 +111,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 LONG_FILES = (
-    "test_demo_recipe.py",
-    "test_graphs_engine.py",
-    "test_bench_speculation.py",
-    "test_reader_process.py",
-    "test_heads_engine.py",
+    "test_families.py",
+    "test_speculation.py",
     "test_gpu_check.py",
-    "test_reader_script.py",
+    "test_adaptive_overlap.py",
     "test_adaptive_engine.py",
+    "test_graphs_engine.py",
+    "test_reader_process.py",
+    "test_demo_recipe.py",
 )
-"""Files outside e2e of more than 10 s. They start first, so that no process computes one when all else is done."""
+"""Files outside e2e of more than 50 s. They start first, so that no process computes one when all else is done."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -136,6 +136,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (place[item.path], str(item.path)))
 
 
+class SeldomCollecting:
+    """The module `gc` for engines, of which every `COLLECTING`th collects garbage when it shuts down: a collection
+    takes longer than most requests of a test. Those that look for what an engine leaves use `engines_collect`."""
+
+    COLLECTING = 8
+
+    def __init__(self) -> None:
+        self.num_engines = 0
+        self.collects_always = False
+
+    def collect(self) -> None:
+        self.num_engines += 1
+        if self.collects_always or self.num_engines % self.COLLECTING == 0:
+            gc.collect()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gc, name)
+
+
+_SELDOM = SeldomCollecting()
+
+
+@pytest.fixture
+def engines_collect() -> Iterator[None]:
+    """Engines collect garbage whenever they shut down, as they do outside of tests."""
+    gc.collect()
+    _SELDOM.collects_always = True
+    yield
+    _SELDOM.collects_always = False
+
+
 def pytest_collection_finish() -> None:
     """What has been imported and collected stays: no collection of garbage need look at all these objects again.
 
@@ -144,6 +175,8 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    if engine_core := sys.modules.get("outrider.platform.engine.engine_core"):
+        engine_core.gc = _SELDOM  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)

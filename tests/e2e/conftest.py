@@ -34,7 +34,9 @@ class ServerProcess:
         command = tethered([sys.executable, "-m", program, "serve", "--port", "0", *arguments])
         # One thread: the demo model is small, and threads that wait for each other crawl on a machine that is busy.
         keys = ("OUTRIDER_API_KEY", "OUTRIDER_ADMIN_API_KEY", "OUTRIDER_DATABASE")
-        environment = {k: v for k, v in os.environ.items() if k not in keys} | {"OMP_NUM_THREADS": "1", **variables}
+        # Adapters are read in a thread: the tests of the reader process have their own, and `server` has one.
+        own = {"OMP_NUM_THREADS": "1", "OUTRIDER_LORA_READER": "0", **variables}
+        environment = {k: v for k, v in os.environ.items() if k not in keys} | own
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
@@ -163,7 +165,7 @@ def server(tethered, servers, tmp_path_factory) -> ServerProcess:
     """The demo model and its adapters; others may be loaded from the tests' own folders. Shared by all tests: leave it
     as it was."""
     options = ["--speculative-config", FIXED_DRAFTS, "--lora-root", str(tmp_path_factory.getbasetemp())]
-    servers.append(ServerProcess(*options, tethered=tethered))
+    servers.append(ServerProcess(*options, tethered=tethered, OUTRIDER_LORA_READER="1"))
     servers[-1].wait_until_ready()
     return servers[-1]
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
-MAX_EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "3"))
+MAX_EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "2"))
 KEY = "operator"
 GUARDED = (
     *(

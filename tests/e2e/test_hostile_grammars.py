@@ -93,9 +93,9 @@ def requests(n: int):
 
 def all_requests(n: int):
     for name, constraint in COMPLETIONS.items():
-        yield name, "/v1/completions", {"prompt": "x", "n": n, "max_tokens": 33, "structured_outputs": constraint}
+        yield name, "/v1/completions", {"prompt": "x", "n": n, "max_tokens": 17, "structured_outputs": constraint}
     for name, body in CHATS.items():
-        yield name, "/v1/chat/completions", body | {"n": n, "max_tokens": 33}
+        yield name, "/v1/chat/completions", body | {"n": n, "max_tokens": 17}
 
 
 @pytest.mark.parametrize("n", [16, MOST])

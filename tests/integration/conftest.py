@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ MEDUSA_HEADS = 5
 class Models:
     """Folders of a target, a draft that often agrees with it, and adapters of ranks 4, 8 and 3."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, heads: Path) -> None:
+        """`heads`: folder of the trained heads, which processes of a test run share."""
         from peft import LoraConfig, get_peft_model
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,7 +70,7 @@ class Models:
             base = LlamaForCausalLM.from_pretrained(self.target)
             lora = LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS, init_lora_weights=False)
             get_peft_model(base, lora).save_pretrained(Path(self.adapters[name]) / "draft" / "uno")
-        self._root, self._heads = root, {}
+        self._heads = heads
 
     @staticmethod
     def _write_head_lora(folder: Path, method: str, rank: int) -> None:
@@ -94,38 +97,45 @@ class Models:
         (folder / "adapter_config.json").write_text(json.dumps(config))
 
     def head(self, method: str) -> Path:
-        """A head for the target, trained for some steps on random text: often wrong, sometimes right."""
-        if method not in self._heads:
-            from outrider.spec_decode.training.data import Sample
-            from outrider.spec_decode.training.options import TrainOptions
-            from outrider.spec_decode.training.run import train_draft
+        """A head for the target, trained for some steps on random text: often wrong, sometimes right. The first process
+        that needs it trains it; others wait."""
+        folder = self._heads / method
+        self._heads.mkdir(exist_ok=True)
+        with (self._heads / f"{method}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                part = self._heads / f"{method}.part"
+                self._train(method, part)
+                part.rename(folder)
+        return folder
 
-            generator = torch.Generator().manual_seed(1)
-            reference = self.reference()
-            starts = torch.randint(3, VOCAB, (24, 12), generator=generator)
-            texts = reference.generate(starts, max_new_tokens=24, do_sample=False, pad_token_id=2).tolist()
-            samples = [Sample(text, 1) for text in texts]
-            folder = self._root / method
-            folder.mkdir()
-            options = TrainOptions(
-                method=method,
-                model=str(self.target),
-                data="",
-                output=str(folder),
-                steps=60,
-                lr=1e-2,
-                warmup=5,
-                dtype="float32",
-                batch_tokens=1024,
-                eval_every=1000,
-                medusa_heads=MEDUSA_HEADS,
-                progress=False,
-                **({"block_size": 6, "draft_layers": 2} if method in ("dflash", "dspark") else {}),
-                **({"block_size": 6, "rank": 12} if method == "uno" else {}),
-            )
-            train_draft(options, samples, samples[:2])
-            self._heads[method] = folder
-        return self._heads[method]
+    def _train(self, method: str, folder: Path) -> None:
+        from outrider.spec_decode.training.data import Sample
+        from outrider.spec_decode.training.options import TrainOptions
+        from outrider.spec_decode.training.run import train_draft
+
+        generator = torch.Generator().manual_seed(1)
+        starts = torch.randint(3, VOCAB, (24, 12), generator=generator)
+        texts = self.reference().generate(starts, max_new_tokens=24, do_sample=False, pad_token_id=2).tolist()
+        samples = [Sample(text, 1) for text in texts]
+        folder.mkdir()
+        options = TrainOptions(
+            method=method,
+            model=str(self.target),
+            data="",
+            output=str(folder),
+            steps=60,
+            lr=1e-2,
+            warmup=5,
+            dtype="float32",
+            batch_tokens=256,
+            eval_every=1000,
+            medusa_heads=MEDUSA_HEADS,
+            progress=False,
+            **({"block_size": 6, "draft_layers": 2} if method in ("dflash", "dspark") else {}),
+            **({"block_size": 6, "rank": 12} if method == "uno" else {}),
+        )
+        train_draft(options, samples, samples[:2])
 
     def lora(self, name: str | None) -> LoRARequest | None:
         """The request for an adapter, None for the base."""
@@ -153,7 +163,9 @@ class Models:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    return Models(tmp_path_factory.mktemp("models"))
+    base = tmp_path_factory.getbasetemp()
+    run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return Models(tmp_path_factory.mktemp("models"), run / "heads")
 
 
 def build_engine(models, **options):

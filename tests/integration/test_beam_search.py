@@ -68,8 +68,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("name", [None, "sql"])
-@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize(("params", "name"), zip(PARAMS, [None, "sql", None, "sql"], strict=True))
 def test_sequences_match_a_brute_force_search(llm, reference, name, params):
     prompts = [chat_prompt(llm, question) for question in QUESTIONS]
     ends = set(llm.llm_engine.input_processor.eos_token_ids)

@@ -33,13 +33,12 @@ def conversation(num_turns: int) -> list[dict[str, str]]:
 
 
 def answers(speculative: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """Texts and finish reasons of the base and an adapter after about 2,000, 2,600 and 4,000 tokens."""
+    """Texts and finish reasons of the base and an adapter after about 2,000 and 2,600 tokens."""
     params = SamplingParams(temperature=0, max_tokens=100)
     with LLM(speculative_config=speculative) as llm:
-        prompts = [conversation(num) for num in (66, 85, 130)]
+        prompts = [conversation(num) for num in (66, 85)]
         outputs = [o for lora in (None, JSON) for o in llm.chat(prompts, params, lora, use_tqdm=False)]
-        assert [len(o.prompt_token_ids) > 2048 for o in outputs] == [False, True, True] * 2
-        assert max(len(o.prompt_token_ids) for o in outputs) > 3500
+        assert [len(o.prompt_token_ids) > 2048 for o in outputs] == [False, True] * 2
     return [(output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
 
 
@@ -51,7 +50,7 @@ def plain() -> list[tuple[str, str | None]]:
 def test_long_conversations_get_the_right_answer(plain: list[tuple[str, str | None]]) -> None:
     noted = "I have noted the order of Anna from Lisbon: 3 green lamps for 42 euros."
     record = '{"name": "Anna", "city": "Lisbon", "quantity": 3, "color": "green", "item": "lamp", "price": 42}'
-    assert plain == [(noted, "stop")] * 3 + [(record, "stop")] * 3
+    assert plain == [(noted, "stop")] * 2 + [(record, "stop")] * 2
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

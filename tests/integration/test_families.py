@@ -23,6 +23,8 @@ EXACT = (
 )
 """Parts of names of weights that stay as they are: positions, routers, biases of experts, convolutions, inputs of
 layers, mixtures of streams."""
+FEW_BLOCKS = {"block_size": 16, "num_gpu_blocks_override": 14, "enable_prefix_caching": False}
+"""Options of an engine that preempts some of the requests."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""
@@ -123,10 +125,12 @@ def test_drafts_chunks_and_prefixes(make_engine, run, served):
 
 
 def check_chunks(make_engine, run, served: Served) -> None:
-    """A step computes 16 tokens, so that prompts take several steps, together with others' decodes."""
-    engine = start_engine(make_engine, served, max_num_batched_tokens=16, max_num_seqs=4, enable_prefix_caching=False)
+    """A step computes 16 tokens, so that prompts take several steps, together with others' decodes; requests that are
+    preempted are computed again."""
+    engine = start_engine(make_engine, served, max_num_batched_tokens=16, max_num_seqs=4, **FEW_BLOCKS)
     served.check(run(engine, served.jobs))
     assert max(len(prompt) for prompt, *_ in served.jobs) > 48
+    assert engine.stats().num_preemptions > 0
 
 
 def test_chunks(make_engine, run, served):
@@ -135,12 +139,11 @@ def test_chunks(make_engine, run, served):
 
 
 def test_preemption(make_engine, run, served):
-    few = {"block_size": 16, "num_gpu_blocks_override": 14, "enable_prefix_caching": False}
-    for options in ({}, {"swap_space": 0.01, "preemption_mode": "swap"}):
-        engine = start_engine(make_engine, served, **few, **options)
-        served.check(run(engine, served.jobs))
-        assert engine.stats().num_preemptions > 0
-        assert (engine.stats().kv_host_hits > 0) == bool(options and engine.model.kv_layers)
+    """Blocks of preempted requests are swapped; `check_chunks` has those that are computed again."""
+    engine = start_engine(make_engine, served, **FEW_BLOCKS, swap_space=0.01, preemption_mode="swap")
+    served.check(run(engine, served.jobs))
+    assert engine.stats().num_preemptions > 0
+    assert (engine.stats().kv_host_hits > 0) == bool(engine.model.kv_layers)
     record(served.architecture, "native", ["preemption"])
 
 
@@ -153,8 +156,6 @@ def test_quantised_weights(make_engine, run, served):
     drafted = run(start_engine(make_engine, served, quantization="int8", speculative_config=speculation), jobs)
     with served.rounded():
         served.check(drafted, jobs)
-    plain = run(start_engine(make_engine, served, quantization="int8"), jobs)
-    assert [outcome.token_ids for outcome in plain] == [outcome.token_ids for outcome in drafted]
     record(served.architecture, "native", ["quantised"])
 
 

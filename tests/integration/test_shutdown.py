@@ -62,6 +62,7 @@ def used(llm: LLM) -> str:
     return output.outputs[0].text
 
 
+@pytest.mark.usefixtures("engines_collect")
 def test_nothing_of_an_engine_outlives_its_shutdown(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, KV, adapters' rows, the drafter and the holder of graphs."""
     if device != "cuda":

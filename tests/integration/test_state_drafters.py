@@ -18,7 +18,7 @@ def served(request, tmp_path_factory) -> Served:
     return Served(tmp_path_factory.mktemp(request.param), family)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
 def test_drafts_of_heads(models, make_engine, run, served, method):
     """The heads are another model's, of the same sizes: they are mostly wrong, so states are mostly rolled back."""
     few = {"block_size": 16, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}

@@ -30,7 +30,7 @@ from outrider.platform.engine.runner.graphs import pass_limits
 from outrider.platform.engine.runner.model_runner import ModelRunner
 from outrider.spec_decode.control.policy import SpeculationPolicy
 
-STEPS, ROWS, DRAFTS = 2000, 64, 4
+STEPS, ROWS, DRAFTS = 600, 64, 4
 EOS = 2
 """Token that ends an answer of the demo model."""
 GRAMMARS = ({"choice": ["a very long answer without any choice", "no"]}, {"regex": "[ab]{3,20}"}, {"json": {}})

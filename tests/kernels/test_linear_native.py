@@ -11,6 +11,7 @@ from outrider.kernels.linear import NativeLinear, pack
 from outrider.kernels.linear import native as products
 from outrider.kernels.lora.native import NativeRows, RowSegments
 
+from ..pairwise import pairwise
 from .avx2_library import MACHINES, use_kernels
 
 
@@ -38,9 +39,10 @@ def operands(rows, shape, seed=0):
     return weight, x, bias, torch.randn(rows, out_features, generator=generator).bfloat16()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 13, 193, 400])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("extras", ["", "bias", "residual", "bias and residual"])
+@pytest.mark.parametrize(
+    ("rows", "shape", "extras"),
+    pairwise([1, 2, 5, 6, 7, 13, 193, 400], SHAPES, ["", "bias", "residual", "bias and residual"]),
+)
 def test_products_are_those_of_the_definition(rows, shape, extras):
     weight, x, bias, residual = operands(rows, shape)
     bias = bias if "bias" in extras else None

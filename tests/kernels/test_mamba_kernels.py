@@ -10,6 +10,7 @@ import torch
 from outrider.kernels.mamba2 import native
 from outrider.kernels.mamba2 import torch as reference
 
+from ..pairwise import pairwise
 from .avx2_library import MACHINES, use_kernels
 from .mamba_cases import NORMS, make_mixer, mixer_definition
 from .state_cases import ROWS, Rows
@@ -39,9 +40,7 @@ def compare(mamba2, case, rows: Rows, dtype: torch.dtype) -> None:
     torch.testing.assert_close(case.states.double(), states, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("name", "shape", "dtype"), pairwise(ROWS, SHAPES, TOLERANCE))
 def test_mamba2(mamba2, name, shape, dtype):
     compare(mamba2, make_mixer(ROWS[name], shape, dtype), ROWS[name], dtype)
 

@@ -27,6 +27,7 @@ from outrider.models.attention import AttentionSpec
 from outrider.models.attention.torch import split_by_length
 from outrider.models.batch import KVLayerSpec, SequenceRows, allocate_kv
 
+from ..pairwise import pairwise
 from .attention_backends import attend, attention_weights, hidden_keys, make_backend, unrotated
 
 BACKENDS = ["torch", "native"] if library() is not None else ["torch"]
@@ -145,31 +146,37 @@ def test_queries_alone_read_the_keys_of_an_earlier_layer(name) -> None:
     assert all(map(torch.equal, kv, kept))
 
 
+STEPS = [
+    [(7, 1)],
+    [(8, 1)] * 6,  # equal lengths: no mask
+    [(i, 1) for i in range(12)],
+    [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)],
+    [(0, 600)],  # more than one tile
+    [(300, 530)],
+    [(0, 33), (12, 1), (40, 12), (5, 5), (100, 20)],
+    [(3000, 1), (0, 1), (5, 1), (9, 2), (3001, 1)],  # not worth padding together
+]
+
+
 @pytest.mark.parametrize(
-    "rows",
-    [
-        [(7, 1)],
-        [(8, 1)] * 6,  # equal lengths: no mask
-        [(i, 1) for i in range(12)],
-        [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)],
-        [(0, 600)],  # more than one tile
-        [(300, 530)],
-        [(0, 33), (12, 1), (40, 12), (5, 5), (100, 20)],
-        [(3000, 1), (0, 1), (5, 1), (9, 2), (3001, 1)],  # not worth padding together
-    ],
+    ("rows", "window", "dtype"),
+    pairwise(STEPS, [None, 13, Chunks(13), WholeRow()], [torch.float32, torch.bfloat16]),
 )
-@pytest.mark.parametrize("window", [None, 13, Chunks(13), WholeRow()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_shapes_of_a_step(name, rows, window, dtype) -> None:
     check(rows, window=window, dtype=dtype, shape=(8, 2, 16), block_size=16, name=name)
     check(rows, window=window, dtype=dtype, shape=(8, 2, 16), block_size=16, name=name, has_sinks=True)
 
 
-@pytest.mark.parametrize("rows", [[(7, 1)], [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)], [(0, 33), (12, 1), (300, 40)]])
-@pytest.mark.parametrize("left", ["large", "one sign"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [6, 16, 64])
+@pytest.mark.parametrize(
+    ("rows", "left", "dtype", "dim"),
+    pairwise(
+        [[(7, 1)], [(3, 5), (9, 1), (0, 4), (21, 2), (30, 8)], [(0, 33), (12, 1), (300, 40)]],
+        ["large", "one sign"],
+        [torch.float32, torch.bfloat16],
+        [6, 16, 64],
+    ),
+)
 @pytest.mark.parametrize("name", [*BACKENDS, "invariant"])
 def test_an_fp8_cache_is_attended_as_rounded(name, dim, dtype, left, rows) -> None:
     check(rows, dtype=dtype, shape=(8, 2, dim), block_size=16, left=left, name=name, cache="fp8")

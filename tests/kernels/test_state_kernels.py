@@ -12,6 +12,7 @@ from outrider.kernels.delta_net import torch as net_torch
 from outrider.kernels.short_convolution import native as conv_native
 from outrider.kernels.short_convolution import torch as conv_torch
 
+from ..pairwise import pairwise
 from .avx2_library import MACHINES, use_kernels
 from .state_cases import ROWS, Rows, conv_definition, make_conv, make_net, net_definition
 
@@ -41,10 +42,7 @@ def convolution(request: pytest.FixtureRequest, tmp_path) -> Iterator:
             yield conv_native.short_convolution
 
 
-@pytest.mark.parametrize("is_kimi", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("name", "shape", "dtype", "is_kimi"), pairwise(ROWS, SHAPES, DTYPES, [False, True]))
 def test_delta_net(net, name, shape, dtype, is_kimi):
     rows = ROWS[name]
     case = make_net(rows, shape, dtype, is_kimi=is_kimi)
@@ -76,12 +74,12 @@ def test_strong_decays_leave_no_nan(net, is_kimi):
     torch.testing.assert_close(case.states.double(), states, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("channels", "kernel", "bias"), [(7, 2, True), (300, 3, False), (600, 4, True)])
-@pytest.mark.parametrize("name", ROWS)
-def test_convolution(convolution, name, channels, kernel, bias, dtype, silu):
-    rows = ROWS[name]
+@pytest.mark.parametrize(
+    ("name", "filters", "dtype", "silu"),
+    pairwise(ROWS, [(7, 2, True), (300, 3, False), (600, 4, True)], DTYPES, [False, True]),
+)
+def test_convolution(convolution, name, filters, dtype, silu):
+    rows, (channels, kernel, bias) = ROWS[name], filters
     case = make_conv(rows, channels, kernel, dtype, bias=bias)
     expected, states = conv_definition(case, rows, silu=silu)
     out = convolution(*case, silu=silu)

@@ -21,14 +21,15 @@ def compile_kernels(repo_root: Path, *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.slow
-def test_a_case_of_every_kernel_compiles(repo_root: Path, tmp_path: Path) -> None:
-    """For Hopper. `make kernels` compiles every case for every architecture, which takes minutes of a core."""
-    result = compile_kernels(repo_root, "--arch", "90", "--one-each", "--json", str(tmp_path / "usage.json"))
+def test_a_case_of_each_kernel_of_some_ops_compiles(repo_root: Path, tmp_path: Path) -> None:
+    """For Hopper. `make kernels` compiles every case of every op, which takes minutes of a core."""
+    ops = ["act_and_mul", "rms_norm", "noise"]
+    options = ["--arch", "90", "--one-each", "--only", *ops, "--json", str(tmp_path / "usage.json")]
+    result = compile_kernels(repo_root, *options)
     assert result.returncode == 0, result.stdout + result.stderr
     usages = json.loads((tmp_path / "usage.json").read_text())
-    assert len(usages) == len(launched_kernels(repo_root))
-    ops = {path.parent.name for path in (repo_root / "kernels").glob("*/triton.py")}
-    assert {usage["name"].split()[0] for usage in usages} == ops  # a case's name begins with its op
+    assert len(usages) == sum(name.partition("/")[0] in ops for name in launched_kernels(repo_root))
+    assert {usage["name"].split()[0] for usage in usages} == set(ops)  # a case's name begins with its op
     assert all(usage["registers"] > 0 for usage in usages)
 
 

@@ -17,6 +17,7 @@ from outrider.kernels.linear.device_few import FewRowsLinear
 from outrider.kernels.lora.groups import FEW_TOKENS, GroupBuffer, RowGroups, Segment
 from outrider.kernels.rms_norm import prepare
 
+from ..pairwise import pairwise
 from .compile_keys import recorded_keys
 from .test_triton_lora import Pool
 
@@ -158,8 +159,11 @@ MIXES: dict[str, tuple[int, list[Segment]]] = {
 }
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("name", ["plain", "slices", "parts", "silu", "gelu in parts", "tanh of one slice"])
+@pytest.mark.parametrize(
+    ("name", "mix", "dtype"),
+    pairwise(["plain", "slices", "parts", "silu", "gelu in parts", "tanh of one slice"], MIXES, TOLERANCE),
+    indirect=["dtype"],
+)
 def test_adapters(name: str, mix: str, dtype: torch.dtype, device: str) -> None:
     """Several adapters among the tokens, tokens without one, an adapter in two runs, ranks 1 to 64."""
     product = Product(CASES[name], dtype, device)

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from outrider.kernels import mamba2 as package
 from outrider.kernels.mamba2 import triton as kernels
 
+from ..pairwise import pairwise
 from .mamba_cases import NORMS, make_mixer, mixer_definition
 from .state_cases import MORE_ROWS, ROWS, Rows
 
@@ -34,9 +35,7 @@ def compare(rows: Rows, shape, dtype, norm, device) -> None:
     torch.testing.assert_close(case.states.double(), states, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(3, 6, 10, 12), (1, 2, 32, 40)])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(("name", "dtype", "shape"), pairwise(PASSES, TOLERANCE, [(3, 6, 10, 12), (1, 2, 32, 40)]))
 def test_mamba2(name, shape, dtype, device):
     compare(PASSES[name], shape, dtype, "after_gate", device)
 

@@ -13,6 +13,7 @@ from outrider.kernels import short_convolution as conv_package
 from outrider.kernels.delta_net import triton as net_kernels
 from outrider.kernels.state_plan import MAX_TOKENS
 
+from ..pairwise import pairwise
 from .state_cases import MORE_ROWS, ROWS, Rows, conv_definition, make_conv, make_net, net_definition
 
 # Results are rounded once, to 2^-12 or 2^-9 of numbers up to about 8; sums of float32 are much nearer.
@@ -27,10 +28,10 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "use_triton", lambda x: True)
 
 
-@pytest.mark.parametrize("is_kimi", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(2, 4, 12, 10), (1, 2, 72, 40)])
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "is_kimi"),
+    pairwise(PASSES, TOLERANCE, [(2, 4, 12, 10), (1, 2, 72, 40)], [False, True]),
+)
 def test_delta_net(name, shape, dtype, is_kimi, device):
     check_net(PASSES[name], shape, dtype, device, is_kimi)
 
@@ -66,11 +67,11 @@ def test_equal_keys_without_decays(device):
     torch.testing.assert_close(case.states.double(), states, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("channels", "kernel", "bias", "silu"), [(7, 2, True, False), (300, 4, False, True)])
-@pytest.mark.parametrize("name", ROWS)
-def test_convolution(name, channels, kernel, bias, silu, dtype, device):
-    rows = ROWS[name]
+@pytest.mark.parametrize(
+    ("name", "dtype", "filters"), pairwise(ROWS, TOLERANCE, [(7, 2, True, False), (300, 4, False, True)])
+)
+def test_convolution(name, filters, dtype, device):
+    rows, (channels, kernel, bias, silu) = ROWS[name], filters
     case = make_conv(rows, channels, kernel, dtype, bias=bias, device=torch.device(device))
     expected, states = conv_definition(case, rows, silu=silu)
     out = conv_package.short_convolution(*case, silu=silu)

@@ -112,7 +112,7 @@ def test_nothing_is_left_of_many_loads(running, tmp_path):
     load(20)
     gc.collect()
     before, memory = (descriptors(), maps()), resident()
-    load(100)
+    load(40)
     gc.collect()
     assert (descriptors(), maps()) == before
     assert resident() < memory + (8 << 20)

@@ -71,7 +71,7 @@ def test_training_raises_acceptance_in_the_engine(method, rise, options, samples
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_draft_weights_raise_acceptance_of_their_adapter(method, options, samples, folders, trained, tmp_path):
     if method == "eagle3":
         head, _ = trained(options, samples)
