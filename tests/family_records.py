@@ -11,6 +11,11 @@ VARIABLE = "OUTRIDER_FAMILY_RECORDS"
 """Names the file that records are added to; without it nothing is recorded. `benchmarks/families.py` sets it."""
 
 
+def is_recording() -> bool:
+    """True if this run is recorded."""
+    return VARIABLE in os.environ
+
+
 def record(architecture: str, code: str, shown: Sequence[str], errors: Sequence[float] = ()) -> None:
     """Add a record: these things are `shown` of an architecture, by "native" code or by that of "transformers".
 

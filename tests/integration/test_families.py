@@ -13,7 +13,7 @@ import torch
 from outrider import LoRARequest, SamplingParams
 from outrider.models.quantization.rounding import round_int8
 
-from ..family_records import record
+from ..family_records import is_recording, record
 from ..tiny_families import FAMILIES, SIZES, UNKNOWN, Family, build
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
@@ -25,6 +25,12 @@ EXACT = (
 layers, mixtures of streams."""
 FEW_BLOCKS = {"block_size": 16, "num_gpu_blocks_override": 14, "enable_prefix_caching": False}
 """Options of an engine that preempts some of the requests."""
+SCHEDULED = (
+    *("llama", "llama4", "mistral", "gemma2", "gemma3n", "gemma4", "phi4-mini", "gpt2", "opt", "falcon", "qwen2-moe"),
+    *("deepseek2", "deepseek3.2", "gpt-oss", "lfm2", "qwen3.5", "kimi-linear", "mamba2", "falcon-h1", "nemotron-h"),
+)
+"""Families that are also served in small chunks and with few blocks: one for each kind of attention, of positions, of
+caches and of states. A run that is recorded has all."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""
@@ -112,7 +118,7 @@ def start_engine(make_engine, served: Served, **options):
     return make_engine(**(values | options))
 
 
-def test_drafts_chunks_and_prefixes(make_engine, run, served):
+def test_drafts_chunks_and_prefixes(make_engine, run, served, request):
     speculation = {"method": "ngram", "num_speculative_tokens": 4}
     engine = start_engine(make_engine, served, speculative_config=speculation, max_num_batched_tokens=64)
     first = run(engine, served.jobs)
@@ -122,6 +128,10 @@ def test_drafts_chunks_and_prefixes(make_engine, run, served):
     assert max(outcome.num_cached_tokens for outcome in again) >= 32
     assert sum(sum(outcome.accepted) for outcome in first) > 0
     record(served.architecture, "native", ["base", "LoRA", "speculation", "prefix cache"], errors)
+    if request.node.callspec.params["served"] in SCHEDULED or is_recording():
+        check_chunks(make_engine, run, served)
+        check_swap(make_engine, run, served)
+        record(served.architecture, "native", ["chunks", "preemption"])
 
 
 def check_chunks(make_engine, run, served: Served) -> None:
@@ -133,18 +143,12 @@ def check_chunks(make_engine, run, served: Served) -> None:
     assert engine.stats().num_preemptions > 0
 
 
-def test_chunks(make_engine, run, served):
-    check_chunks(make_engine, run, served)
-    record(served.architecture, "native", ["chunks"])
-
-
-def test_preemption(make_engine, run, served):
-    """Blocks of preempted requests are swapped; `check_chunks` has those that are computed again."""
+def check_swap(make_engine, run, served: Served) -> None:
+    """Blocks of preempted requests are swapped."""
     engine = start_engine(make_engine, served, **FEW_BLOCKS, swap_space=0.01, preemption_mode="swap")
     served.check(run(engine, served.jobs))
     assert engine.stats().num_preemptions > 0
     assert (engine.stats().kv_host_hits > 0) == bool(engine.model.kv_layers)
-    record(served.architecture, "native", ["preemption"])
 
 
 def test_quantised_weights(make_engine, run, served):

@@ -70,7 +70,7 @@ def constraint(rng: random.Random) -> dict:
 def requests():
     rng = random.Random(7)
     prompts, params, adapters = [], [], []
-    for index in range(36):
+    for index in range(24):
         sampling = {"temperature": 0} if index % 2 else {"temperature": 0.8, "seed": index}
         outputs = StructuredOutputsParams(**constraint(rng))
         params.append(SamplingParams(max_tokens=24, structured_outputs=outputs, **sampling))

@@ -159,9 +159,15 @@ MIXES: dict[str, tuple[int, list[Segment]]] = {
 }
 
 
+ADAPTED = ["plain", "slices", "parts", "silu", "gelu in parts", "tanh of one slice"]
+
+
 @pytest.mark.parametrize(
     ("name", "mix", "dtype"),
-    pairwise(["plain", "slices", "parts", "silu", "gelu in parts", "tanh of one slice"], MIXES, TOLERANCE),
+    [
+        *pairwise(ADAPTED, MIXES, [torch.float32, torch.float16]),
+        *((name, "ragged", torch.bfloat16) for name in ADAPTED),
+    ],
     indirect=["dtype"],
 )
 def test_adapters(name: str, mix: str, dtype: torch.dtype, device: str) -> None:
