@@ -129,7 +129,7 @@ def test_a_lora_that_reads_noise_like_text_is_often_right(models, make_engine, p
     options = TrainOptions(
         **{"method": "uno", "model": str(models.target), "adapter": lora.path, "data": "", "rank": 8},
         **{"output": str(tmp_path / "out"), "steps": 150, "lr": 1e-2, "warmup": 5, "dtype": "float32", "block_size": K},
-        **{"batch_tokens": 1024, "eval_every": 1000, "progress": False},
+        **{"batch_tokens": 256, "eval_every": 1000, "progress": False},
     )
     Path(options.output).mkdir()
     measured = train_draft(options, samples, samples)
