@@ -67,13 +67,19 @@ def describe_trial(options: TrainOptions, held_out: Sequence[Sample]) -> Iterato
 
 
 def run_trials(options: TrainOptions, prompts: Sequence[list[int]]) -> list[Trial]:
-    """Trials with 1, 2, 4 ... drafts, up to `options.k`."""
+    """Trials with 1, 2, 4 ... drafts, up to `options.k`.
+
+    Raises:
+        OutriderError: draft weights cannot be served, since no adapter is given that they are for.
+    """
     from ..client.llm import LLM
     from ..core.lora_request import LoRARequest
 
     engine: dict[str, Any] = {"dtype": options.dtype, "device": options.device, "max_num_seqs": 1, "seed": 0}
     engine |= {"enable_prefix_caching": False}
     is_weights = options.method == "draft-lora"
+    if is_weights and options.adapter is None:
+        raise OutriderError("draft weights are served with an adapter; --adapter names none")
     lora = None
     if options.adapter is not None:
         draft_path = options.output if is_weights else None

@@ -54,6 +54,12 @@ def test_a_trial_serves_the_trained_drafter(method, options, samples, folders):
         assert trials[-1].acceptance_length > 1.2
 
 
+def test_draft_weights_without_an_adapter_are_not_served(options, samples, folders):
+    """The engine would draft with the model that they are for, and without them."""
+    with pytest.raises(OutriderError, match="--adapter names none"):
+        list(describe_trial(options("draft-lora", draft=folders.draft), samples))
+
+
 def test_only_eagle_3_is_compared_with_an_eagle_3_head(options, samples):
     for method, quoted in (("medusa", False), ("eagle3", True)):
         lines = []

@@ -9,6 +9,7 @@ import torch
 
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, OutriderError, UnsupportedModelError
 from outrider.spec_decode.training.build import new_drafter, read_head
+from outrider.spec_decode.training.methods.eagle_head import Eagle1Head
 from outrider.spec_decode.training.run import load
 from outrider.spec_decode.training.target import load_causal_lm, load_target
 
@@ -171,6 +172,19 @@ def test_a_head_is_trained_further_from_its_weights(method, random, options, sam
     assert not torch.allclose(
         new_drafter(options(method, seed=5), target, samples).state()[random], read[random], atol=0.002
     )
+
+
+def test_an_eagle_head_is_unrolled_once_by_default(options, samples, read_batch, tmp_path, monkeypatch):
+    """A new one, and one that is trained further."""
+    seen = []
+    steps = Eagle1Head.steps
+    monkeypatch.setattr(Eagle1Head, "steps", lambda head, features, n: seen.append(n) or steps(head, features, n))
+    target, features = read_batch(samples[:2], ())
+    drafter = new_drafter(options("eagle", unroll=None), target, samples)
+    drafter.export(tmp_path)
+    for each in (drafter, new_drafter(options("eagle", unroll=None, draft=str(tmp_path)), target, samples)):
+        each.train().loss(features)
+    assert seen == [1, 1]
 
 
 def test_only_a_head_of_the_method_is_trained_further(options, trained, samples, folders):
