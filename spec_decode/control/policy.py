@@ -31,9 +31,9 @@ OTHER_DRAFTER = 1.05
 LONGEST_GAP = 0.05
 """Gaps without drafting longer than this, in seconds, mean the engine was idle and are not recorded. Drafting may take
 longer."""
-OBSERVED_ROW = 0.0003
+OBSERVED_ROW = 0.0005
 """Steps shorter than this, in seconds for each row, are sampled: observing a row and looking up its text takes 0.02 ms,
-7% of such a step."""
+4% of such a step."""
 SAMPLED_STEPS, QUIET_STEPS = 4, 16
 """Numbers of sampled steps with drafts, and without, of which two in a row are observed: the second one counts the
 drafts that were requested after the first, and the gap between them."""
