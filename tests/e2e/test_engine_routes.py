@@ -101,6 +101,7 @@ def test_operators_alone(http):
         ("POST", "/finish_weight_update"),
         ("POST", "/update_weights_from_disk"),
         ("GET", "/kv_event_sources"),
+        ("GET", "/get_world_size"),
     ):
         assert http.request(method, path).status_code == 403
     assert http.post("/sleep", headers=ADMIN | {"Origin": "https://example.com"}).status_code == 403
