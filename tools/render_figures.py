@@ -141,9 +141,7 @@ def products() -> list[str]:
     """Share of the nearer hardware limit that a step's products reach."""
     rows = []
     head: list[str] = []
-    for model, run in runs("products").items():
-        if "products" not in run:
-            continue
+    for model, run in ((name, run) for name, run in runs("products").items() if "products" in run):
         head = [str(product["rows"]) for product in run["products"]]
         shares = [number(product["of_the_ceiling"]) for product in run["products"]]
         limits = [f"{run[key]:.0f}" for key in ("read_gigabytes_per_second", "register_gigamacs_per_second")]
@@ -193,10 +191,8 @@ def neighbours() -> list[str]:
 
 def fp8_cache() -> list[str]:
     """Decoding speed with a float8 KV cache over bfloat16, by context and number of requests."""
-    rows = [
-        [str(row["context"]), str(row["batch"]), number(row["ratio"])]
-        for row in runs("products")["fp8 cache, demo and 494M"]["speed"]
-    ]
+    speed = runs("products")["fp8 cache, demo and 494M"]["speed"]
+    rows = [[str(row["context"]), str(row["batch"]), number(row["ratio"])] for row in speed]
     lines = table(["tokens of context", "requests", "fp8 over bfloat16"], rows)
     return [*lines, "", *source("products", keep=lambda run: "speed" in run)]
 
