@@ -94,6 +94,11 @@ class AdapterVersion:
     # Waiting requests by account, since the order of accounts changes, and in each by order. Some may be gone.
     _heaps: dict[Any, list[tuple[Order, int, Request]]] = field(default_factory=dict)
 
+    @property
+    def digests(self) -> list[bytes | None]:
+        """Digest of its content, or those of a mix's parts."""
+        return [part.version.digest for part in self.parts] or [self.digest]
+
     def take_content(self, adapter: Adapter) -> None:
         """Record the properties of the content that was read."""
         self.digest = self.expected = adapter.digest

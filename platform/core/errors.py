@@ -105,6 +105,13 @@ class AdapterReplacedError(OutriderError):
     status = 409
 
 
+class RequestAbortedError(OutriderError):
+    """The request was aborted before it had a result, as by a pause; a retry may have one."""
+
+    type = "RequestAborted"
+    status = 503
+
+
 class AuthenticationError(OutriderError):
     """The API key is missing or wrong."""
 

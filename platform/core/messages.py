@@ -383,3 +383,5 @@ class EngineInfo:
     """False under `skip_tokenizer_init`: prompts are token ids, and answers have no text."""
     tiles: str = ""
     """Description of the use of AMX tiles; "": the processor has none."""
+    tensor_parallel_size: int = 1
+    """Number of ranks."""

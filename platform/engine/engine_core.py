@@ -171,6 +171,8 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort these sequences; unknown ids are ignored and no delta follows."""
         self.scheduler.abort(request_ids)
+        self._pause.observe(self.scheduler, self._pipeline)
+        self._kv_events.flush()
 
     def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause: see `engine.pause` for the modes. `clear_cache`: drop all KV, and preempt sequences that are kept. In
@@ -188,7 +190,7 @@ class EngineCore:
 
     def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
         """Replace weights of the target, or with `draft` of the drafter. Requests do not find cached KV of the old
-        weights any more, but sequences that are kept go on with it.
+        weights any more, target's or drafter's, but sequences that are kept go on with it.
 
         Returns:
             False if the target keeps some of its weights.
@@ -201,8 +203,8 @@ class EngineCore:
         if not self._pause.is_frozen and (self.scheduler.num_running or self.scheduler.num_waiting):
             raise InvalidUserInputError("requests are running: pause generation before the weights change")
         is_whole = self._weights.update(sources, draft=draft)
-        if not draft:
-            self.reset_prefix_cache()
+        self.scheduler.forget_kv()
+        self._kv_events.flush()
         return is_whole
 
     def stats(self) -> EngineStats:

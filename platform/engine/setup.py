@@ -166,7 +166,7 @@ def _build(
         adapters,
         Vocabularies(model.config.vocab_size, adapters.vocab_size, drafts_with_weights=_has_weights(drafter)),
         grammars,
-        PrefixNamespaces(adapters.namespace, model.rope.short_context, weights.namespace),
+        PrefixNamespaces(adapters.namespace, model.rope.short_context),
     ]
     scheduler = make_scheduler(config, speculation, gates, host)
     with memory_for(WARM_UP):

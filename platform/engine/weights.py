@@ -48,13 +48,8 @@ class Weights:
 
     def __init__(self, parts: WeightParts) -> None:
         self._parts = parts
-        self._num_updates = 0
         self.failure: EngineDeadError | None = None
         """Error of a replacement that failed in the middle: the engine cannot go on."""
-
-    def namespace(self) -> bytes:
-        """Suffix of prefix-cache namespaces: KV of other weights of the target is in none of them."""
-        return b"" if self._num_updates == 0 else b"weights" + self._num_updates.to_bytes(8, "little")
 
     def update(self, sources: Sequence[WeightSource], *, draft: bool) -> bool:
         """Replace weights of the target, or with `draft` those of the drafter. Nothing of a sequence may be in flight.
@@ -105,7 +100,6 @@ class Weights:
         parts.adapters.check_base_may_change()
         with self._replacing():
             found.apply()
-        self._num_updates += 1
         return found.is_whole
 
     def _update_drafter(self, sources: Sequence[WeightSource]) -> bool:

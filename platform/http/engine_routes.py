@@ -105,7 +105,7 @@ async def kv_event_sources(request: Request) -> Response:
     """Addresses of the engine's KV events, with vLLM's fields; [] if none are published. The engine that answers is the
     present one: an address with port 0 changes when it is started again."""
     require_admin(request)
-    sources = await serving_of(request).llm.engine.call("kv_event_sources")
+    sources = await serving_of(request).llm.kv_event_sources()
     return JSONResponse([asdict(source) for source in sources])
 
 

@@ -138,9 +138,9 @@ async def update_weights_from_disk(request: Request) -> Response:
     body = await read_body(request, UpdateFromDiskRequest)
     llm, sources = serving.llm, weight_sources(body.model_path, None)
     pauses = body.abort_all_requests and not await llm.is_paused()
-    if pauses:
-        await llm.pause_generation("abort")
     try:
+        if pauses:
+            await llm.pause_generation("abort")
         await _apply(request, serving, sources, body.weight_version, draft=False)
     finally:
         if pauses:

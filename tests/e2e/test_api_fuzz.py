@@ -29,7 +29,7 @@ GUARDED = (
         "/reset_prefix_cache",
     ),
     *("/pause", "/resume", "/is_paused", "/update_weights", "/start_", "/finish_weight_update", "/weight_info"),
-    "/server_info",
+    *("/server_info", "/get_world_size", "/kv_event_sources"),
 )
 
 

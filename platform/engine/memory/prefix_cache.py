@@ -239,9 +239,10 @@ class PrefixCache:
         if self.host is not None:
             self.host.cost.observe(plan, seconds)
 
-    def reset(self) -> bool:
-        """Drop all blocks that no sequence uses, and all of the host's; True when the cache is empty."""
-        for block in [block for block in self._hash_of if self.pool.is_free(block)]:
+    def reset(self, *, with_used: bool = False) -> bool:
+        """Drop all blocks that no sequence uses, or `with_used` all blocks, and all of the host's; True when the cache
+        is empty."""
+        for block in [block for block in self._hash_of if with_used or self.pool.is_free(block)]:
             self._forget(block)
         if self.host is not None:
             self.host.reset()

@@ -28,7 +28,9 @@ MAX_DEATHS = 3
 """Tries of a line during which the engine died: it may be what kills it, for everybody."""
 MAX_WAIT = 60.0
 """Longest time in seconds between two tries: a tenant's limits may be raised meanwhile."""
-_PASSING = frozenset(("OverloadedError", "ServiceUnavailableError", "EngineAsleep", "ShuttingDownError"))
+_PASSING = frozenset(
+    ("OverloadedError", "ServiceUnavailableError", "EngineAsleep", "RequestAborted", "ShuttingDownError")
+)
 """Types of errors with status 503 that say nothing about the request. In Anthropic's form all have one type."""
 
 _acting: ContextVar[Acting | None] = ContextVar("acting", default=None)

@@ -121,7 +121,7 @@ class Completions:
         """A choice of the whole answer."""
         body = self._body
         echo = self._prompt_text(choice.prompt_index, prompt.token_ids) if body.echo else ""
-        drop = _only_scores(body)
+        drop = _only_scores(body) and choice.finish_reason != "abort"
         token_ids = [] if drop else choice.token_ids
         entries = [] if drop else choice.logprobs
         result: dict[str, Any] = {
