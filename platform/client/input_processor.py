@@ -82,6 +82,7 @@ class InputProcessor:
         params: SamplingParams | Defaults | None = None,
         *,
         lora: LoRA | None = None,
+        default_max_tokens: int | None = None,
         arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Prepared:
@@ -90,6 +91,8 @@ class InputProcessor:
         Args:
             prompt: a `ParsedPrompt` is not checked again.
             params: not changed; None is `Defaults()`.
+            default_max_tokens: `max_tokens` of `params` without any, or fewer if the context ends first; None: as many
+                as fit.
             arrival_time: `Prepared.arrival_time`; by default it is now.
 
         Raises:
@@ -109,9 +112,8 @@ class InputProcessor:
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         if params is None or isinstance(params, Defaults):
             params = SamplingParams(**({} if params is None else params.fields))
-            room = self._info.max_model_len - len(prompt.token_ids)
-            params.max_tokens = max(1, min(params.max_tokens or 1, room))
-        resolved, ignored = self._resolve_params(params, prompt, self.num_ids(lora))
+            default_max_tokens, params.max_tokens = params.max_tokens, None
+        resolved, ignored = self._resolve_params(params, default_max_tokens, prompt, self.num_ids(lora))
         return Prepared(request_id, self, prompt, resolved, lora, options, kind, arrival_time, ignored)
 
     def num_ids(self, lora: LoRA | None) -> int:
@@ -234,15 +236,18 @@ class InputProcessor:
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def _resolve_params(
-        self, params: SamplingParams, prompt: ParsedPrompt, num_ids: int
+        self, params: SamplingParams, default_max_tokens: int | None, prompt: ParsedPrompt, num_ids: int
     ) -> tuple[SamplingParams, list[str]]:
         """A copy of `params` with the limits filled in, checked against the model, and the places of keywords of its
         schema that do not hold."""
         if not isinstance(params, SamplingParams):
             raise invalid("sampling_params", f"must be SamplingParams, got {params!r}")
+        limit, length = self._info.max_model_len, len(prompt.token_ids)
+        if params.max_tokens is None and default_max_tokens is not None:
+            params = params.clone(max_tokens=max(1, min(default_max_tokens, limit - length)))
         room = check_context(
-            self._info.max_model_len,
-            len(prompt.token_ids),
+            limit,
+            length,
             1 if params.max_tokens is None else params.max_tokens,
             only_scores=params.only_scores,
             prompt=prompt.field,

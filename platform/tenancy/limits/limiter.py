@@ -134,7 +134,7 @@ class Limiter:
         """Sequences that wait for one of their tenant's or key's places."""
         return self.queue.num_for_places
 
-    async def admit(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket:
+    async def admit(self, principal: Principal, demand: Demand) -> Ticket:
         """Admit a request: at once, or when its tenant and key have places for it. A request that is cancelled
         meanwhile has used nothing. The ticket must be given to `release`.
 
@@ -145,7 +145,7 @@ class Limiter:
             OutriderError: a budget's use is not known and cannot be read; or the server refuses those who wait.
         """
         while True:
-            granted = await self._counted(principal, lambda: self._grant(principal, demand, max_model_len))
+            granted = await self._counted(principal, lambda: self._grant(principal, demand))
             if isinstance(granted, Ticket):
                 break
             await granted.read(
@@ -160,7 +160,7 @@ class Limiter:
             raise
         return granted
 
-    def _grant(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket | Scope:
+    def _grant(self, principal: Principal, demand: Demand) -> Ticket | Scope:
         """A ticket with all that the request needs, but for places that it must wait for; or a scope whose used budget
         is not known yet. Errors: see `admit`."""
         scopes = self._scopes.of(principal)
@@ -168,7 +168,7 @@ class Limiter:
             if self._is_unread(principal, scope):
                 return scope
         budgets = [scope.budget.remaining for scope in scopes if scope.budget is not None]
-        max_tokens = fit(demand, [scope.limits for scope in scopes], max_model_len, min(budgets, default=None))
+        max_tokens = fit(demand, [scope.limits for scope in scopes], min(budgets, default=None))
         ticket = Ticket(principal, demand, max_tokens, scopes)
         waits = self._check(principal, ticket)
         ticket.charge(self._clock.monotonic_ns(), "" if self._turns is None else self._turns.new_key())

@@ -68,16 +68,16 @@ def test_a_request_that_is_released_after_the_reading_that_has_its_row_counts_on
             Limiter(usage, clock),
             Principal(tenant="acme", key_id="k1", tenant_limits=Limits(token_budget=100)),
         )
-        early, late = [await limiter.admit(principal, Demand((10,), max_tokens=10), 1000) for _ in range(2)]
+        early, late = [await limiter.admit(principal, Demand((10,), max_tokens=10)) for _ in range(2)]
         ended_at = clock.wall + 20
         usage.tokens = 15
         clock.seconds, clock.wall = 61.0, clock.wall + 61.0
-        limiter.release(await limiter.admit(principal, Demand((1,), max_tokens=1), 1000), 0, ran=False)
+        limiter.release(await limiter.admit(principal, Demand((1,), max_tokens=1)), 0, ran=False)
         await settle()
         limiter.release(early, 15, ended_at=ended_at)
         limiter.release(late, 15)  # now: its row is in no reading yet
-        await refused(limiter.admit(principal, Demand((50,), max_tokens=21), 1000), "token_budget")
-        await limiter.admit(principal, Demand((50,), max_tokens=20), 1000)
+        await refused(limiter.admit(principal, Demand((50,), max_tokens=21)), "token_budget")
+        await limiter.admit(principal, Demand((50,), max_tokens=20))
 
     run(scenario())
 

@@ -25,8 +25,8 @@ class Setting:
         return Principal(tenant="acme", key_id=key_id, tenant_limits=self.tenant, key_limits=self.key)
 
     async def admit(self, prompt=10, max_tokens=10, key_id="k1", **options):
-        demand = Demand((prompt,), max_tokens=max_tokens, **options)
-        return await self.limiter.admit(self.principal(key_id), demand, 1000)
+        demand = Demand((prompt,), max_tokens=max_tokens, room=(1000 - prompt,), **options)
+        return await self.limiter.admit(self.principal(key_id), demand)
 
     def remaining(self, what, key_id="k1"):
         return int(self.limiter.headers(self.principal(key_id))[f"x-ratelimit-remaining-{what}"])
@@ -81,7 +81,7 @@ def test_several_prompts_and_sequences_are_counted_each():
     async def scenario():
         setting = Setting(Limits(requests_per_minute=10, tokens_per_minute=1000))
         demand = Demand((10, 20), n=3, max_tokens=5)
-        await setting.limiter.admit(setting.principal(), demand, 1000)
+        await setting.limiter.admit(setting.principal(), demand)
         assert setting.remaining("requests") == 4
         assert setting.remaining("tokens") == 1000 - (10 + 20) - 6 * 5
 
