@@ -91,7 +91,7 @@ class Serving:
         if tenancy is not None:
             self.metrics.register(lambda: tenancy_families(tenancy))
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
-        """Count of all that waits, for places and in the engine."""
+        """Count of all that waits, for slots and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
         self.responses = ResponseStore()
         self.constraint_locks = NamedLocks()
@@ -159,7 +159,7 @@ class Serving:
         return stats
 
     def begin_draining(self) -> None:
-        """Refuse new requests: those that come, and those that wait for one of their tenant's places."""
+        """Refuse new requests: those that come, and those that wait for one of their tenant's slots."""
         self.draining = True
         if self.batches is not None:
             self.batches.begin_draining()

@@ -56,7 +56,7 @@ class LimitFields(RequestModel):
     tokens_per_minute: Count | None = Field(default=None, description="Prompt and output tokens")
     max_concurrent_requests: Count | None = None
     max_queued_requests: CountOrZero | None = Field(
-        default=None, description="That wait for one of the concurrent places"
+        default=None, description="That wait for one of the concurrent slots"
     )
     max_context_tokens: Count | None = Field(default=None, description="Prompt and max_tokens of one request")
     max_output_tokens: Count | None = Field(default=None, description="max_tokens of one request")

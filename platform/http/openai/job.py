@@ -62,7 +62,7 @@ class Job:
     """Model as asked for."""
     arrival: Arrival = field(default_factory=now)
     on_admitted: Callable[[], None] = lambda: None
-    """Called when the job has its places and waits no longer."""
+    """Called when the job has its slots and waits no longer."""
     prepared: list[Prepared] = field(default_factory=list)
     """A request for each prompt, once they have been checked."""
     generations: list[Generation] = field(default_factory=list)

@@ -90,7 +90,7 @@ def _check_tenant_context(demand: Demand, context: int) -> None:
 
 
 def _check_sequences(demand: Demand, limits: Sequence[Limits]) -> None:
-    """Refuse more sequences than there are places, or requests a minute: they would never be admitted."""
+    """Refuse more sequences than there are slots, or requests a minute: they would never be admitted."""
     for limit in limits:
         for name in ("max_concurrent_requests", "requests_per_minute"):
             bound = getattr(limit, name)

@@ -30,7 +30,7 @@ def test_an_earlier_request_does_not_restore_old_limits():
         await settle()
         assert limiter.headers(before)["x-ratelimit-limit-requests"] == "3"
         await settle()
-        assert not waiting.done(), "there is one place now"
+        assert not waiting.done(), "there is one slot now"
         limiter.release(running, 2)
         await waiting
         limiter.headers(before)

@@ -352,7 +352,7 @@ def test_whatever_happens_all_of_it_comes_back(steps):
                 running.append(task.result())
         setting.clock.seconds += 60
         for scope in setting.limiter._scopes.all():
-            assert (scope.places.taken, scope.num_waiting, scope.places.num_waiting) == (0, 0, 0)
+            assert (scope.slots.taken, scope.num_waiting, scope.slots.num_waiting) == (0, 0, 0)
             assert scope.budget is None or scope.budget.reserved == 0
             assert scope.is_idle(setting.clock.monotonic_ns())
 
