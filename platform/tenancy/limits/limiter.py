@@ -19,10 +19,10 @@ from .buckets import SECOND, Charge, RateBucket
 from .budgets import Budget
 from .counts import CountTable
 from .demand import Demand, fit
-from .slots import Claim, Slots
 from .queue_bound import QueueBound
 from .scopes import Clock, ReadUsage, Scope, ScopeTable
 from .shared_counts import LEASE_SECONDS, CommonClock, Turns
+from .slots import Claim, Slots
 
 T = TypeVar("T")
 
@@ -200,7 +200,7 @@ class Limiter:
     def has_slot(self, principal: Principal) -> bool:
         """False if one more sequence of the principal would have to wait for a slot, as far as this server knows."""
         slots = [scope.slots for scope in self._scopes.of(principal)]
-        return not any(p.num_waiting or (p.is_known and not p.has_room(1)) for p in places)
+        return not any(p.num_waiting or (p.is_known and not p.has_room(1)) for p in slots)
 
     def check_call(self, principal: Principal) -> None:
         """Refuse, before anything costly is done for it, a request that `admit` would refuse.
