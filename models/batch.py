@@ -1,4 +1,4 @@
-"""Input of a forward pass: ragged rows of tokens and the places of their KV."""
+"""Input of a forward pass: ragged rows of tokens and the slots of their KV."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 READY_BYTES = 1 << 26
-"""Bytes of a CPU's cache that get memory at the start: this takes hundredths of a second, or a tenth where a virtual
+"""Bytes of a CPU's cache that get memory at the start: this takes hundredths of a second, or a tenth if a virtual
 machine must get the memory first."""
 
 
@@ -123,7 +123,7 @@ class SequenceRows:
     first_key: int = 0
     """First position that holds keys, for layers that begin later than the tokens; no query sees earlier ones."""
     device_tokens: Sequence[DeviceTokens] = ()
-    """Tokens on the device that replace those of `token_ids` at their places."""
+    """Tokens on the device that replace those of `token_ids` at their indices."""
     overshoot: Tensor | None = None
     """[B] int64 on the device: number of positions by which each row starts before `starts`, which was planned before
     the start was known. None: 0."""

@@ -37,7 +37,7 @@ class Costs:
     overhead: float
     """Time to first token that is not the engine's: HTTP, and the ways to the engine and back."""
     load: float
-    """From the wish for an adapter to its place in a slot, in a replica without running requests."""
+    """From the request of an adapter to its load into a slot, in a replica without running requests."""
     load_beside: float
     """Time to read an adapter alongside four running requests, whose steps share the core with it."""
     load_steps: float

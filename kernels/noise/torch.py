@@ -180,7 +180,7 @@ def _sums(scores: Tensor, bits: Tensor) -> Tensor:
     """scores + G of a tile: exact wherever it may be a row's largest sum, approximate elsewhere."""
     total = scores - _fast_log_exponential(bits)
     best = total.amax(dim=-1, keepdim=True)
-    # Where sums are large, their rounding is larger than the error of fast noise. NaN and infinity stay as they are:
+    # If sums are large, their rounding is larger than the error of fast noise. NaN and infinity stay as they are:
     # no noise changes them.
     needed = best - best.abs().mul_(2.0**-21).add_(_FAST_ERROR)
     row, column = torch.nonzero((total >= needed) & best.isfinite(), as_tuple=True)

@@ -269,4 +269,4 @@ DEEPSEEK_SPLITS = {"deepseek-v3"}
 FALCON_SPLITS = {"falcon"}
 """Splits as Falcon's: punctuation, then words, then numbers in threes."""
 SPLITS_OF_WHOLE_WORDS = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split())
-"""Splits after which a known word is not merged, and where text begins with a token for that."""
+"""Splits after which a known word is not merged, and before which text begins with a token for that."""

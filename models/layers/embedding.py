@@ -48,7 +48,7 @@ class OwnRowSite(Protocol):
         ...
 
     def lookup(self, y: Tensor, input_ids: Tensor, adapters: Any) -> None:
-        """Replace y [T, H] where a token's adapter has a row for it; y is mutated."""
+        """Replace y [T, H] of each token whose adapter has a row for it; y is mutated."""
 
     def logits(self, y: Tensor, hidden: Tensor, adapters: Any) -> Tensor:
         """Logits of the adapters' own rows in place of y [R, vocab], or after it: an adapter may have more tokens."""
@@ -173,7 +173,7 @@ class Embedding:
 
     def mask(self, logits: Tensor, adapters: Any) -> None:
         """Set logits [R, W] to -inf for tokens that a row's adapter does not have. `logits` does this already; needed
-        once more where the model scales them afterwards."""
+        once more if the model scales them afterwards."""
         if self.own_rows and adapters is not None:
             self.own_rows.mask(logits, adapters)
 

@@ -59,7 +59,7 @@ class InputProcessor:
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
         self.shared_prefixes = SharedPrefixes()
-        """Beginnings of prompts that all tenants share; set by the operator, never by a request."""
+        """Prefixes of prompts that all tenants share; set by the operator, never by a request."""
         self._info = info
         self._root = self  # whose shared prefixes count
         self._renamed: str | None = None  # a token that an adapter's tokenizer has elsewhere
@@ -238,7 +238,7 @@ class InputProcessor:
     def _resolve_params(
         self, params: SamplingParams, default_max_tokens: int | None, prompt: ParsedPrompt, num_ids: int
     ) -> tuple[SamplingParams, list[str]]:
-        """A copy of `params` with the limits filled in, checked against the model, and the places of keywords of its
+        """A copy of `params` with the limits filled in, checked against the model, and the paths of keywords of its
         schema that do not hold."""
         if not isinstance(params, SamplingParams):
             raise invalid("sampling_params", f"must be SamplingParams, got {params!r}")

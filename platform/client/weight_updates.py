@@ -33,7 +33,7 @@ class WeightUpdates:
         """Label of the weights: that of the last update."""
 
     def add(self, update: AppliedUpdate, *, is_whole: bool, version: str | None) -> None:
-        """Record an update that the engine has made; one of all weights takes the place of those before it."""
+        """Record an update that the engine has made; one of all weights replaces those before it."""
         if is_whole:
             self.applied = [before for before in self.applied if before.draft != update.draft]
         self.applied.append(update)

@@ -141,11 +141,11 @@ class Engine:
         return await self._replica.refusal(request)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Tell the routers what the replica has."""
+        """Report to the routers what the replica has."""
         return await self._replica.stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tell `scale` what the replica uses."""
+        """Report to `scale` what the replica uses."""
         return {KV_USAGE: await self._replica.kv_usage()}
 
     def check_health(self) -> None:

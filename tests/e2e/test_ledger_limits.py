@@ -41,7 +41,7 @@ def accounts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def keys(accounts) -> dict[str, str]:
-    """Of tenants that are there when the server starts."""
+    """Keys of tenants that exist when the server starts."""
     return {
         "free": accounts.key("free"),
         "slow": accounts.key("slow", requests_per_minute=2, tokens_per_minute=5000),

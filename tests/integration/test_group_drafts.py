@@ -12,7 +12,7 @@ from .test_speculation import check_frequencies, exact_third_token
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 PROMPT = [7, 8, 9]
 RANDOM = SamplingParams(temperature=8.0, seed=11, max_tokens=60, ignore_eos=True)
-"""Of such a text nothing is repeated by chance: its drafts are right if they come from an earlier answer."""
+"""Such a text repeats nothing by chance: its drafts are right if they come from an earlier answer."""
 STEPS = 60
 
 

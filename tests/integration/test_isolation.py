@@ -1,4 +1,4 @@
-"""What one tenant was answered never stands in another's drafts or cached blocks; for its own requests it does."""
+"""Isolation: answers to one tenant are in no other's drafts or cached blocks; for its own requests they are."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class _Recorder(TorchDispatchMode):
         self.work(lambda: call(executor, *args, **kwargs))
 
     def work(self, call: Callable[[], Any]) -> None:
-        """What goes around torch's operations, now and in every replay."""
+        """Call that bypasses torch's operations, now and in every replay."""
         self.calls.append(call)
         with torch.utils._python_dispatch._disable_current_modes():
             call()

@@ -19,7 +19,7 @@ def kernels():
 
 
 def matrices(dtype):
-    """Of all shapes, as they are and transposed; subnormal numbers among them."""
+    """Matrices of all shapes, as they are and transposed; subnormal numbers among them."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for shape in SHAPES:

@@ -168,7 +168,7 @@ def test_adapters(name: str, mix: str, dtype: torch.dtype, device: str) -> None:
 
 
 def test_values_that_no_shrink_has_written_are_not_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of rows without weights in a slice."""
+    """Rows without weights in a slice have none."""
     product = Product(CASES["slices"], torch.float32, device)
     pool = make_pool(product, 40)
     pool.live[3:30, 1] = 0

@@ -210,7 +210,7 @@ class Launches:
 
 
 def test_launches_of_one_adapter_replay_for_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a captured graph holds (grids, addresses, numbers) serves more segments, other ranks and no adapter."""
+    """The grids, addresses and numbers in a captured graph serve more segments, other ranks and no adapter."""
     pool = Pool(90, 500, [40, 24], torch.float32, device)
     shrink, expand = Launches(kernel.shrink_kernel), Launches(kernel.expand_kernel)
     monkeypatch.setattr(kernel, "shrink_kernel", shrink)

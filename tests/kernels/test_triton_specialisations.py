@@ -110,7 +110,7 @@ def sampling(size: int) -> None:
 
 @pytest.fixture(scope="module")
 def keys() -> list[Keys]:
-    """Of all kernels, for every size of a step."""
+    """Keys of all kernels, for every size of a step."""
     live = torch.ones(64, 7, dtype=torch.uint8)
     sites = [
         (sum(slices), TritonRows(*_pools(HIDDEN, slices), slices, live[:, place : place + len(slices)]))

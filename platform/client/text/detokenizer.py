@@ -171,7 +171,7 @@ class IncrementalDetokenizer:
         self.text = text
 
     def _search(self, before: int, left_out: str, new: str) -> tuple[int, int, str] | None:
-        """(end, start, stop) of the stop string that a token completes first, as places in `text`, which had `before`
+        """(end, start, stop) of the stop string that a token completes first, as indices in `text`, which had `before`
         characters and got `new` ones; `left_out` is what the token adds to the whole text alone."""
         assert self._stops is not None
         if left_out:
@@ -194,7 +194,7 @@ class IncrementalDetokenizer:
         return min(matches, default=None)
 
     def _shown(self, position: int) -> int:
-        """The place in `text` of a place in the whole text."""
+        """Index in `text` of an index of the whole text."""
         hidden = self._num_hidden
         for start, end in reversed(self._gaps):
             if end <= position:

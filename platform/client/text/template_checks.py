@@ -17,7 +17,7 @@ _MAX_COMPARED = 4
 """Calls and results that are compared one by one with a template that refuses marks: each is a rendering."""
 
 Search = Callable[[str, str, int], int | None]
-"""Finds a text in the prompt from a place on; returns where it ends."""
+"""Finds a text in the prompt from an index on; returns the index of its end."""
 Render = Callable[[list[dict[str, Any]]], str]
 """The chat template with its options, applied to a conversation."""
 
@@ -45,7 +45,7 @@ def check_texts_arrive(conversation: list[dict[str, Any]], rendered: str) -> Non
 
 
 def _find_text(text: str, rendered: str, start: int, searches: list[Search]) -> int | None:
-    """Find the place where `text` ends in `rendered`, from `start` on; None when it is missing.
+    """Index of the end of `text` in `rendered`, from `start` on; None when it is missing.
 
     The search that succeeds becomes the first one: a template treats all texts alike, and a search that fails looks at
     all that is left of `rendered`.

@@ -142,7 +142,7 @@ class ModelRegistry:
 
     @contextlib.contextmanager
     def room_for(self, name: str, tenant: str, max_adapters: int) -> Iterator[None]:
-        """Keep one of the tenant's places while its adapter is being loaded.
+        """Keep one of the tenant's adapter slots while its adapter is being loaded.
 
         Raises:
             InvalidUserInputError: it has as many adapters as it may have.

@@ -31,7 +31,7 @@ _WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
 
 
 class FamilyCollector(Collector):
-    """Collector that makes its families anew for each scrape."""
+    """Collector that makes new families for each scrape."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families

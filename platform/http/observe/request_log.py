@@ -1,4 +1,4 @@
-"""Observation of every HTTP request from outside: one line in the log, counts of refusals, and a trace where that is
+"""Observation of every HTTP request from outside: one line in the log, counts of refusals, and a trace if that is
 on.
 
 What happens inside is kept in the request's `RequestLog` by those who know it: its generations, the error handlers. No
@@ -79,7 +79,7 @@ class RequestLog:
     reason: str = ""
     """Error's type, or the limit that was reached."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Fields of the request that were ignored: the first place of each, by its path without indices."""
+    """Fields of the request that were ignored: the first path of each, without indices."""
     generations: list[Generation] = field(default_factory=list)
     """Its prompts, once they run."""
     tokenizer: Any = None
@@ -170,7 +170,7 @@ def log_tokenizer(tokenizer: Any) -> None:
 
 
 def log_ignored(path: str) -> None:
-    """Note that a field of the request, such as "messages[0].id", is ignored. It is named once for all places that
+    """Note that a field of the request, such as "messages[0].id", is ignored. It is named once for all paths that
     differ by an index, in characters that a header can hold; beyond `MAX_IGNORED` fields the last one is "..."."""
     log = _current.get()
     if log is None or "..." in log.ignored:

@@ -68,7 +68,7 @@ class Job:
     generations: list[Generation] = field(default_factory=list)
     """A generation for each prompt, once the job runs."""
     counts: Counts = field(default_factory=Counts)
-    """What these have counted."""
+    """Counts of all generations."""
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:

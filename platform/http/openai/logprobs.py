@@ -93,7 +93,7 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _by_text(self, token_id: int, entries: Entries, chosen: str) -> dict[str, float]:
-        """The most likely tokens and the chosen one, which has the text `chosen`. Where two have the same text, the
+        """The most likely tokens and the chosen one, which has the text `chosen`. If two have the same text, the
         less likely one is called "token_id:N"."""
         top = _top(entries, self._shown)
         if all(i != token_id for i, _ in top):

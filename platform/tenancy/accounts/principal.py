@@ -33,7 +33,7 @@ AdapterNames: TypeAlias = Annotated[
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Bounds on what a tenant or a key uses; None: no bound. Where both have one, both hold."""
+    """Bounds on what a tenant or a key uses; None: no bound. If both have one, both hold."""
 
     requests_per_minute: Bound | None = None
     tokens_per_minute: Bound | None = None

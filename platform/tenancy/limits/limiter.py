@@ -263,7 +263,7 @@ class Limiter:
     # --- counts ---
 
     async def _counted(self, principal: Principal, work: Callable[[], T]) -> T:
-        """Do `work`, which waits for nothing, with the counts of all servers; at once where this one counts alone or
+        """Do `work`, which waits for nothing, with the counts of all servers; at once if this one counts alone or
         there are no limits. A ticket that it made for a request cancelled meanwhile is released."""
         self._scopes.forget_idle()
         if self._turns is None or not self._scopes.of(principal):

@@ -211,7 +211,7 @@ def test_every_sequence_gets_its_own_text(jobs, blocks, budget, policy, cached, 
 
 
 def test_the_next_step_is_planned_while_one_runs():
-    """Of every two launches the second comes before the first was collected, except at the end of the last request."""
+    """Each launch comes before the previous one was collected, except at the end of the last request."""
     scheduler, device = make(), Device()
     for name in "ab":
         scheduler.add(request(name, [1, 2, 3], 6))

@@ -21,7 +21,7 @@ PRICES = FairConfig(prompt_cost=1.0, output_cost=2.0, rejected_draft_cost=0.5)
 
 
 def request(name, length=10, weight=1.0, priority=0, max_tokens=40, **params):
-    """Of the tenant that its name begins with."""
+    """Request of the tenant whose letter its name begins with."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, **params)
     return Request(
         name, [1] * length, length, params, seed_key=0, tenant=name[0], weight=weight, priority=priority,

@@ -64,7 +64,7 @@ class Session:
         self._warm_tokens = min(cold_adapters.WARM_TOKENS, self._shape.max_position_embeddings - options.input_len)
 
     def _lora_options(self) -> dict[str, Any]:
-        """Options of the engine with adapters. By default no request waits for a place for its adapter."""
+        """Options of the engine with adapters. By default no request waits for a slot for its adapter."""
         options = self._options
         max_loras = options.max_loras or max(8, min(max(options.batch_sizes), max(options.num_adapters)))
         return {
@@ -181,7 +181,7 @@ class Session:
             progress.update()
 
     def _measure_cold(self, engines: Engines, progress: Any) -> dict[str, Any]:
-        """Measure the second part. Warm requests use at most half of the places for adapters, the stream the others."""
+        """Measure the second part. Warm requests use at most half of the slots for adapters, the stream the others."""
         options, warm = self._options, engines.adapters
         plan = ColdPlan(
             cold=[self._write(f"cold-{index}", index) for index in range(options.cold_adapters)],

@@ -1,7 +1,7 @@
 """Rules in Lark's syntax for the arguments of a strict tool, one property at a time.
 
 If a call is not JSON as a whole, its schema must be an object of properties. In `qwen3_coder` each value stands
-between tags, a string as it is and anything else as JSON; the schema's types tell the parser which of them it is.
+between tags, a string as it is and anything else as JSON; the schema's types decide which of them it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How families write reasoning and calls of tools, as response templates of transformers.
+"""Formats of reasoning and tool calls by family, as response templates of transformers.
 
 A tokenizer that brings a `response_template` has its own; these are for the others. Each is chosen by its name
 (`--tool-call-parser`, with vLLM's names), or by a mark in the chat template.

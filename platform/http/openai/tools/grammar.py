@@ -59,7 +59,7 @@ def answer_constraint(
 
 
 def _served(choice: ToolChoice) -> tuple[ToolChoice, tuple[str, ...]]:
-    """Tools whose strict schemas are as grammars read them, and the places of the keywords that are left out. Schemas
+    """Tools whose strict schemas are as grammars read them, and the paths of the keywords that are left out. Schemas
     that are too long for a grammar stay.
 
     Raises:

@@ -341,7 +341,7 @@ class FormatParser:
 
 
 class _Notation:
-    """How a response template writes calls."""
+    """Format of calls in a response template."""
 
     def __init__(self, field: dict[str, Any], tools: Sequence[dict[str, Any]]) -> None:
         """`field`: of calls, in the template."""

@@ -1,4 +1,4 @@
-"""Scanner of the text of calls: which of it stands in strings, and where the calls end.
+"""Scanner of the text of calls: which of it is inside strings, and where the calls end.
 
 A mark inside a string ends nothing. What a string is depends on the format: JSON's quotes with their escapes, marks
 around a text (`<escape>`), or the tags of a parameter. The text comes in pieces of any size, and is scanned once.
@@ -42,7 +42,7 @@ class Lexeme(NamedTuple):
 
 
 class StringForm(NamedTuple):
-    """How a format writes strings."""
+    """Form of strings in a format."""
 
     first: str
     """First character of `open`."""

@@ -162,7 +162,7 @@ def _types(schema: dict[str, Any]) -> Iterable[str]:
 
 
 def _cast(text: str, name: str) -> tuple[bool, Any]:
-    """Whether a text is a value of a type, and the value."""
+    """Result of reading a text as a value of a type: whether it is one, and the value."""
     stripped = text.strip()
     if name in _CONSTANTS:
         constants, word = _CONSTANTS[name], stripped.lower()

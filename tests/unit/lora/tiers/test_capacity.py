@@ -1,4 +1,4 @@
-"""How much fits: rows of the device by number or by bytes, adapters that run at once, bytes of host memory."""
+"""Capacity: rows of the device by number or by bytes, adapters that run at once, bytes of host memory."""
 
 from dataclasses import replace
 

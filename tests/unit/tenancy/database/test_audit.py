@@ -124,7 +124,7 @@ def test_who(actor, shown):
 
 
 def test_work_for_the_database_sees_the_requests_context(sqlite):
-    """So that the lines of the log have the request's id."""
+    """The lines of the log have the request's id."""
     variable = contextvars.ContextVar("variable", default="")
 
     async def scenario():

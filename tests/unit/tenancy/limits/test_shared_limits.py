@@ -63,7 +63,7 @@ def test_slots_of_all_servers_go_by_arrival():
                 await servers.release(server, ticket, 0)
 
             def num_waiting():
-                """Those of whom every server knows, and since when."""
+                """Number of waiting requests that every server knows of, and since when."""
                 shares = json.loads(servers.table.counts["acme"])[""][4].values()
                 return sum(share[2] for share in shares if share[3])
 
