@@ -103,7 +103,7 @@ def test_a_row_of_an_adapters_request(server, keys, accounts):
     assert row.received_at < row.first_token_at <= row.finished_at
 
 
-def test_a_client_that_goes(server, keys, accounts):
+def test_a_disconnected_client_is_charged_for_its_tokens(server, keys, accounts):
     client = server.client(keys["free"])
     stream = client.completions.create(
         model="outrider-demo", prompt="Once upon a time", max_tokens=400, stream=True, extra_body={"ignore_eos": True}

@@ -14,7 +14,8 @@ METHODS = ["draft_model", "eagle", "eagle3", "medusa"]
 CLASSES = ["draft_model", "eagle3", "medusa"]
 """One method for each class of drafters: EAGLE drafts with EAGLE-3's."""
 BOTH_WAYS = [("draft_model", False), ("draft_model", True), ("eagle", True), ("eagle3", False), ("medusa", True)]
-"""Both ways of each method that has a switch, one way of the others. Batches that come and go have the rest."""
+"""Methods, and whether drafts are made on the device. All share this switch, so one is tested both ways. Batches that
+come and go have the rest."""
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "min_tokens": 5},

@@ -41,7 +41,7 @@ def overflowing(models, tmp_path_factory):
 
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_an_emptied_row_ends_the_text_at_the_same_token(models, make_engine, run, method, manner):
+def test_a_row_without_allowed_tokens_ends_the_text_at_the_same_token(models, make_engine, run, method, manner):
     """Only token 5 is allowed and three in a row are not: two tokens, then the error. Others continue."""
     hard = {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5, 5]], "ignore_eos": True}
     params = [

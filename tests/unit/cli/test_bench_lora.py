@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 # --- cases ----------------------------------------------------------------------------------------------------------
 
 
-def test_identical_is_one_adapter_and_in_each_round_the_next():
+def test_identical_uses_one_adapter_per_round():
     assert [choose("identical", 3, 4, number, 0) for number in (0, 1, 5)] == [[0] * 3, [1] * 3, [1] * 3]
 
 

@@ -190,7 +190,7 @@ def test_too_long(processor: InputProcessor, length: int, max_tokens: int, param
     assert all(figure in caught.value.message for figure in figures)
 
 
-def test_as_long_as_allowed(processor: InputProcessor) -> None:
+def test_prompt_and_max_tokens_may_fill_the_context(processor: InputProcessor) -> None:
     assert processor.prepare("r", [5] * 100, SamplingParams(max_tokens=28)).sequences()
     assert processor.prepare("r", [5] * (MAX_MODEL_LEN - 1), SamplingParams(max_tokens=1)).sequences()
 

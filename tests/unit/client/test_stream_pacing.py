@@ -154,7 +154,7 @@ def test_idle_when_all_are_gone(clock):
     assert len(pacer) == 0
 
 
-def test_with_a_real_loop():
+def test_pacing_on_a_running_event_loop():
     async def main():
         pacer, events = open_all()
         step(pacer, events)

@@ -260,7 +260,7 @@ def test_edits_that_read_the_sampled_token_wait_for_it(params):
 
 
 @pytest.mark.parametrize("params", OTHERS)
-def test_others_do_not_wait(params):
+def test_other_edits_do_not_wait_for_the_sampled_token(params):
     scheduler = make()
     assert scheduler.can_plan_next(make_plan(scheduler, request("a", [1], 5, params)))
 

@@ -154,7 +154,7 @@ def test_lengths_and_phases_of_requests(http):
         assert sum(seconds for _, seconds in parts) == pytest.approx(end, abs=0.05)
 
 
-def test_the_process(http):
+def test_process_metrics(http):
     found = samples(http)
     assert found["process_resident_memory_bytes", ()] > 1 << 20
     assert found["process_start_time_seconds", ()] > 1e9

@@ -119,7 +119,7 @@ def test_pages(store, database):
         (Actor(via="cli", client="root@host"), "outrider admin, from root@host"),
     ],
 )
-def test_who(actor, shown):
+def test_description_of_an_actor(actor, shown):
     assert actor.description == shown
 
 

@@ -59,7 +59,7 @@ def test_a_request_that_ends_during_a_reading_counts_once():
         assert budget.used == 243
 
 
-def test_a_request_that_is_released_after_the_reading_that_has_its_row_counts_once():
+def test_a_request_released_after_a_read_that_includes_its_row_counts_once():
     """Its row was written at the end of its answer; the ticket came back only after the ledger had been read."""
 
     async def scenario():
@@ -82,7 +82,7 @@ def test_a_request_that_is_released_after_the_reading_that_has_its_row_counts_on
     run(scenario())
 
 
-def test_an_answer_that_comes_after_that_of_a_later_reading_is_not_taken():
+def test_a_read_that_ends_after_a_later_one_is_ignored():
     noon = at("2026-11-21T12:00")
     budget = Budget(1000, "day", noon)
     budget.end_reading(budget.begin_reading(noon), 0, 0.0)
@@ -95,7 +95,7 @@ def test_an_answer_that_comes_after_that_of_a_later_reading_is_not_taken():
     assert budget.used == 20
 
 
-def test_servers_that_read_first_at_once_count_from_one_answer():
+def test_concurrent_first_reads_share_one_result():
     noon = at("2026-11-21T12:00")
     one, two = (Budget(1000, "day", noon) for _ in range(2))
     readings = [budget.begin_reading(noon) for budget in (one, two)]

@@ -31,7 +31,7 @@ def test_free_seats_are_granted_while_others_wait_for_slots():
         queue.check(1)
 
 
-def test_several_at_once_are_let_in_together_or_not_at_all():
+def test_several_sequences_are_admitted_together_or_not_at_all():
     queue = bound()
     with queue.enter_engine(4):
         with pytest.raises(OverloadedError):
@@ -52,7 +52,7 @@ def test_without_a_bound_all_may_wait():
         assert queue.num_waiting == 1999
 
 
-def test_those_that_end_before_the_others():
+def test_sequences_that_finish_before_their_siblings_leave_the_queue():
     queue = bound()
     with queue.enter_engine(4) as leave:
         leave(2)

@@ -200,7 +200,7 @@ def test_counts_of_an_outage_are_shared_afterwards(fails):
     run(scenario())
 
 
-def test_a_database_that_cannot_be_written_to_gives_no_requests_away():
+def test_limits_hold_while_the_database_is_read_only():
     async def scenario():
         async with in_memory(Limits(requests_per_minute=4)) as servers:
             servers.table.is_read_only = True
