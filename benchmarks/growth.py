@@ -189,7 +189,7 @@ class Growth:
     # --- tensors --------------------------------------------------------------------------------------------------
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Grown form of one tensor, and its counterparts in the new layers behind its own."""
+        """Grown form of one tensor, and its counterparts in the new layers after its own."""
         found = _LAYER.match(name)
         grown = self.grow(name, tensor)
         if found is None or self.new.layers == self.old.layers:

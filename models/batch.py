@@ -128,7 +128,7 @@ class SequenceRows:
     """[B] int64 on the device: number of positions by which each row starts before `starts`, which was planned before
     the start was known. None: 0."""
     unused: Tensor | None = None
-    """[B] int64 on the device: tokens at each row's end that do not count, so that its last token stands before them;
+    """[B] int64 on the device: tokens at each row's end that do not count, so that its last token precedes them;
     for passes with a result for each row's last token. None: 0."""
     states: Sequence[RowStates] = ()
     """[B] states that each row reads and writes; (): the model has none."""

@@ -20,7 +20,7 @@ _TILE_CPU = 1 << 17
 _TILE_GPU = 1 << 24
 
 NUDGE = 1.0 - 6 * 2.0**-52
-"""Factor of the noise, explained in the package. The same number stands in `native.cpp`."""
+"""Factor of the noise, explained in the package. The same number is in `native.cpp`."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below one

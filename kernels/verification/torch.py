@@ -27,7 +27,7 @@ GREEDY, INVARIANT, REJECTION = 0, 1, 2
 def verify(logits: Tensor, draft_probs: Tensor | None, requests: Requests) -> tuple[Tensor, Tensor]:
     """`verification.verify` on any device."""
     request, drafts, draft_rows, first, _, rules, seeds, first_positions = (part.cpu().numpy() for part in requests[:8])
-    request = np.maximum(request, 0)  # -1: padding, behind all other rows
+    request = np.maximum(request, 0)  # -1: padding, after all other rows
     rows, rule = np.arange(len(request)), rules[request]
     positions = first_positions[request] + rows - first[request]
 

@@ -120,7 +120,7 @@ class Embedding:
         self.tied = tied
         """True when the head's weight is the table."""
         self.quantize: Callable[[Tensor], QuantizedWeight] | None = None
-        """Function that quantises table and head when they are loaded, set before by who wants it."""
+        """Function that quantises table and head when they are loaded, set before loading."""
         self.single_copy = False
         """True: no copy of a tied table is kept next to the head if that can be avoided, though lookups are slower;
         set before it is loaded."""

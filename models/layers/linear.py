@@ -114,7 +114,7 @@ class Linear:
         self.row_squares: Tensor | None = None
         """[out] float32, once loaded: squared norm of each row of W, which cannot be read any more."""
         self.quantize: Callable[[Tensor], QuantizedWeight] | None = None
-        """Function that quantises each projection when it is loaded, set before by who wants it."""
+        """Function that quantises each projection when it is loaded, set before loading."""
         self._bias = bias
         self._dtype = dtype
         self._device = device

@@ -17,7 +17,7 @@ from .weights import RenamedSlot, WeightSlot
 
 
 class Mlp(Protocol):
-    """Computation behind a layer's second norm."""
+    """Computation after a layer's second norm."""
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """Compute a new tensor [T, H] from x [T, H]; `residual` [T, H] is added."""

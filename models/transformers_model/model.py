@@ -51,7 +51,7 @@ class TransformersModel:
         """Build the model.
 
         Raises:
-            InvalidRequestError: `batch_invariant` is asked for.
+            InvalidRequestError: `batch_invariant` is requested.
         """
         if config.batch_invariant:
             raise InvalidRequestError(

@@ -1,6 +1,6 @@
 """Prompts and parameters as users give them to requests for the engine.
 
-Everything that needs the vocabulary or the context length is checked here, before the engine hears of a request.
+Everything that needs the vocabulary or the context length is checked here, before the engine gets a request.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class InputProcessor:
             arrival_time: `Prepared.arrival_time`; by default it is now.
 
         Raises:
-            PromptTooLongError: prompt and tokens asked for exceed `max_model_len`.
+            PromptTooLongError: prompt and tokens requested exceed `max_model_len`.
             InvalidRequestError: anything else that is wrong, with the field in `param`.
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
@@ -293,7 +293,7 @@ class InputProcessor:
         return start or marks[0], marks[1]
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of the bad words, each as it stands at the start of a text and after a space. One that has no
+        """Token ids of the bad words, each as it is tokenized at the start of a text and after a space. One that has no
         tokens is refused by `check_params`."""
         return [list(ids) for ids in self._tokenized_words(tuple(params.bad_words or ()))]
 

@@ -24,7 +24,7 @@ MODES = ("abort", "wait", "keep")
 
 
 class Pause(Gate):
-    """The pause of one engine; off at first. As a gate it stands before all others."""
+    """The pause of one engine; off at first. As a gate it precedes all others."""
 
     def __init__(self) -> None:
         self.is_on = False

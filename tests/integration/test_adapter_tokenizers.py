@@ -195,7 +195,7 @@ def test_the_tokenizer_cache_is_bounded(tmp_path, monkeypatch):
 
 
 def test_pre_tokenizer_patterns_of_adapters_are_not_run(tmp_path):
-    """Patterns of strangers can take for ever; how a text is split stays the model's."""
+    """Patterns of strangers can take forever; how a text is split stays the model's."""
     add_chat_tokens(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}

@@ -105,7 +105,7 @@ def norm_entry(data: dict) -> dict:
         (changed(lambda data: norm_entry(data)["config"].pop("rows")), "kernels.rms_norm[0].config.rows: is missing"),
         (
             changed(lambda data: data["kernels"]["rms_norm"].append(norm_entry(data))),
-            "kernels.rms_norm[1].shape: stands there twice",
+            "kernels.rms_norm[1].shape: is a duplicate",
         ),
         (
             changed(lambda data: norm_entry(data)["microseconds"]["w"].update(tuned=-1)),

@@ -46,7 +46,7 @@ class TokenDecoder:
         if self._before.endswith(REPLACEMENT):  # a prompt cut inside a character is no context
             self._context, self._before = [], ""
         self.has_text_before = bool(self._before)
-        """True when the first token stands inside a text."""
+        """True if the first token is inside a text."""
         self._unspaced = unspaced
         self._after_special = False
 
@@ -136,7 +136,7 @@ class IncrementalDetokenizer:
 
     @property
     def has_text_before(self) -> bool:
-        """True when the first token stands inside a text, the prompt's."""
+        """True if the first token is inside a text, the prompt's."""
         return self._decoder.has_text_before
 
     def update(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:

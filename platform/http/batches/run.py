@@ -1,4 +1,4 @@
-"""One batch, from where it stands to its end.
+"""One batch, from its present state to its end.
 
     validating -> in_progress -> finalizing -> completed, expired or failed
          |             `------> cancelling -> cancelled

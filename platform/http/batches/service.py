@@ -152,7 +152,7 @@ class Batches:
     def principal(self, tenant: str, key_id: str) -> Principal | None:
         """Principal of a batch's requests, as its tenant and key are now; None if the key does not count any more."""
         tenancy = self._serving.tenancy
-        if tenancy is None or not key_id:  # everybody's, or an operator's whom no database knows
+        if tenancy is None or not key_id:  # everybody's, or an operator's, who is in no database
             return OPEN
         principal = tenancy.directory.principal(key_id)
         return principal if principal is not None and principal.tenant == tenant else None

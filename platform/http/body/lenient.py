@@ -80,7 +80,7 @@ def _either(one: Shape | None, other: Shape | None) -> Shape | None:
 
 
 def shape_of(annotation: Any) -> Shape:
-    """The shape of a type. One that stands among the metadata of an `Annotated` comes first."""
+    """The shape of a type. One in the metadata of an `Annotated` comes first."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return next((extra for extra in args[1:] if isinstance(extra, Shape)), None) or shape_of(args[0])

@@ -71,7 +71,7 @@ class RequestLog:
     """The path's pattern, of which there are few."""
     principal: Principal | None = None
     model: str = ""
-    """The name that was asked for, of a model that there is."""
+    """The name that was requested, of a model that there is."""
     model_field: str = ""
     """Field in which the request names its adapters; "" on routes that run none."""
     error: str = ""

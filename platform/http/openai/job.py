@@ -59,7 +59,7 @@ class Job:
     principal: Principal = OPEN
     endpoint: str = ""
     model: str = ""
-    """Model as asked for."""
+    """Model as requested."""
     arrival: Arrival = field(default_factory=now)
     on_admitted: Callable[[], None] = lambda: None
     """Called when the job has its slots and waits no longer."""

@@ -22,7 +22,7 @@ class QueueBound:
     """Counts the sequences that wait: W = P + max(0, E - S), where P wait for slots of their tenant or key, E have
     been passed to the engine and have not ended, and S is the number of its seats. Belongs to one event loop.
 
-    W grows when a request comes, and only then is it checked: who gets a slot leaves P for E, which adds at most as
+    W grows when a request comes, and only then is it checked: with a slot it leaves P for E, which adds at most as
     much to W as it takes away. So no request in the queue is refused later. The engine refuses by the same
     rule (E <= S + the bound), and never comes to it here.
     """

@@ -111,7 +111,7 @@ class Scope:
 
     @property
     def is_active(self) -> bool:
-        """True when other servers must hear of it."""
+        """True if other servers must be notified."""
         return self.in_use or self.has_news
 
     def set_shared(self) -> None:

@@ -158,7 +158,7 @@ class Turns:
                 item.done.set_exception(refusal)
 
     def _in_turn(self, tenant: str, items: list[_Work]) -> list[Scope]:
-        """Scopes that the work needs or of which others must hear, with the limits of now."""
+        """Scopes that the work needs or that other servers must get, with the limits of now."""
         scopes = {scope.key_id: scope for item in items for scope in self._scopes.of(item.principal)}
         return list(scopes.values()) + [
             scope for scope in self._scopes.all(tenant) if scope.is_active and scope.key_id not in scopes

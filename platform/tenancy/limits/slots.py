@@ -37,7 +37,7 @@ class Slots:
         self._queue: deque[Claim] = deque()
         self.taken = 0
         self.is_known = True
-        """False: other servers may have taken slots that this one has not heard of."""
+        """False: other servers may have taken slots that this one does not know of."""
         self.taken_elsewhere = 0
         self.first_elsewhere: int | None = None
         """Time since when a request waits in another server, in nanoseconds; None: none does."""
@@ -86,13 +86,13 @@ class Slots:
         self._grant()
 
     def load(self, taken_elsewhere: int, first_elsewhere: int | None) -> None:
-        """Take what other servers say, and let in those who have room now."""
+        """Take the counts of other servers, and admit the requests that have room now."""
         self.taken_elsewhere, self.first_elsewhere = taken_elsewhere, first_elsewhere
         self.is_known = True
         self._grant()
 
     def refuse_waiting(self, error: Exception) -> None:
-        """Fail all who wait."""
+        """Fail all waiting requests."""
         while self._queue:
             claim = self._queue.popleft()
             if not claim.granted.done():

@@ -87,7 +87,7 @@ class Load:
     def join(self) -> None:
         for thread in self._threads:
             thread.join(120)
-            assert not thread.is_alive(), "a client waits for ever"
+            assert not thread.is_alive(), "a client waits forever"
 
     def chunks(self, name: str) -> list[dict[str, Any]]:
         """All events of a stream but `[DONE]`."""

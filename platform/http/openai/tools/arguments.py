@@ -20,10 +20,10 @@ from .choice import moved, tool_parameters
 _ROOT = frozenset("type properties required additionalProperties $defs definitions title description $schema".split())
 """Keywords of a schema whose properties can be written one by one."""
 _OF_TEXT = frozenset("type title description default examples nullable minLength maxLength enum const".split())
-"""Keywords of a string that stands between tags."""
+"""Keywords of a string between tags."""
 _UNIONS = ("anyOf", "oneOf")
 _BESIDE_UNION = frozenset("type title description default examples nullable".split())
-"""Keywords that may stand next to the alternatives of such a string."""
+"""Keywords allowed next to the alternatives of such a string."""
 _TAG_NAME = r"[^<>\"\n\/~%]+"
 """Name of a property in a tag, which is a part of a reference too."""
 _MAX_REFERENCES = 8

@@ -227,7 +227,7 @@ def test_an_engine_signals_long_steps_to_the_reader(folder):
         manager.prepare([(None, 24), (None, 1)])
         assert reader.flag.is_set()
         assert reader.wait_ready(60)
-        assert reader.read(AdapterSource(folder("a"))) is not None, "it waits, but not for ever"
+        assert reader.read(AdapterSource(folder("a"))) is not None, "it waits, but not forever"
         manager.prepare([(None, 1), (None, 1)])
         assert not reader.flag.is_set()
     finally:
