@@ -360,7 +360,7 @@ def _make_adapters(
         on_gone=forget,
         batch_invariant=config.batch_invariant,
         reader_process=config.device == "cpu"
-        and reader_client.pays(torch.get_num_threads(), long_steps=has_long_steps(config, model)),
+        and reader_client.shortens_steps(torch.get_num_threads(), long_steps=has_long_steps(config, model)),
         num_readers=_num_readers(config.device),
     )
     if config.speculative is not None and (learn := config.speculative.learn) is not None:

@@ -191,7 +191,7 @@ class EventStreamResponse(Response):
     """Sends server-sent events; closes `source`, which `body` reads from, as soon as the client is gone."""
 
     def __init__(self, body: AsyncGenerator[bytes], source: AsyncGenerator[Event], headers: Mapping[str, str]) -> None:
-        # No call of the parent's: it renders a whole body.
+        # super().__init__() is skipped: it renders the whole body.
         self.status_code = 200
         self.background = None
         self.raw_headers = _HEADERS + [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -203,11 +203,11 @@ def test_the_reader_process_is_nicer_if_allowed(both, tmp_path, monkeypatch):
 
 def test_the_reader_process_pays_on_a_free_core_or_with_long_steps(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert reader_module.pays(1)
-    assert not reader_module.pays(2)
-    assert reader_module.pays(2, long_steps=True)
+    assert reader_module.shortens_steps(1)
+    assert not reader_module.shortens_steps(2)
+    assert reader_module.shortens_steps(2, long_steps=True)
     monkeypatch.setenv(reader_module.SWITCH, "0")
-    assert not reader_module.pays(1)
+    assert not reader_module.shortens_steps(1)
 
 
 # --- in an engine ---
