@@ -265,7 +265,7 @@ class ModelRunner:
         return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
 
     def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Sampling | None:
-        """Sample for the rows without further tokens to compute, in their order; None when none does. `overshoot`: of these rows."""
+        """Sample the rows whose last token is computed, in their order; None if there are none. `overshoot`: theirs."""
         hidden, index, chosen = computed.output.hidden, prepared.with_logits, prepared.chosen
         if not chosen:
             return None

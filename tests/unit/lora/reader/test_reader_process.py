@@ -201,7 +201,7 @@ def test_the_reader_process_is_nicer_if_allowed(both, tmp_path, monkeypatch):
     other.close()
 
 
-def test_the_reader_process_pays_on_a_free_core_or_with_long_steps(monkeypatch):
+def test_the_reader_process_shortens_steps_on_a_free_core_or_if_they_are_long(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     assert reader_module.shortens_steps(1)
     assert not reader_module.shortens_steps(2)
