@@ -140,15 +140,13 @@ def lora() -> list[str]:
 def products() -> list[str]:
     """Share of the nearer hardware limit that a step's products reach."""
     rows = []
-    head: list[str] = []
-    for model, run in runs("products").items():
-        if "products" not in run:
-            continue
-        head = [str(product["rows"]) for product in run["products"]]
+    found = {model: run for model, run in runs("products").items() if "products" in run}
+    for model, run in found.items():
         shares = [number(product["of_the_ceiling"]) for product in run["products"]]
         limits = [f"{run[key]:.0f}" for key in ("read_gigabytes_per_second", "register_gigamacs_per_second")]
         rows.append([model, *shares, *limits])
-    head = ["rows", *head, "memory, GB/s", "multiply-adds, billions/s"]
+    steps = [str(product["rows"]) for product in [*found.values()][-1]["products"]]
+    head = ["rows", *steps, "memory, GB/s", "multiply-adds, billions/s"]
     return [*table(head, rows), "", *source("products", keep=lambda run: "products" in run)]
 
 
@@ -193,12 +191,10 @@ def neighbours() -> list[str]:
 
 def fp8_cache() -> list[str]:
     """Decoding speed with a float8 KV cache over bfloat16, by context and number of requests."""
-    rows = [
-        [str(row["context"]), str(row["batch"]), number(row["ratio"])]
-        for row in runs("products")["fp8 cache, demo and 494M"]["speed"]
-    ]
-    lines = table(["tokens of context", "requests", "fp8 over bfloat16"], rows)
-    return [*lines, "", *source("products", keep=lambda run: "speed" in run)]
+    cells = runs("products")["fp8 cache, demo and 494M"]["speed"]
+    rows = [[str(cell["context"]), str(cell["batch"]), number(cell["ratio"])] for cell in cells]
+    head = ["tokens of context", "requests", "fp8 over bfloat16"]
+    return [*table(head, rows), "", *source("products", keep=lambda run: "speed" in run)]
 
 
 # --- Speculation --------------------------------------------------------------------------------------------
