@@ -126,7 +126,7 @@ class Aging:
         chosen: set[bytes] = set()
         if starving.digest not in pool:
             rows = pool.num_free
-            needed = pool.size(starving.rows, starving.bytes_beside_rows)
+            needed = pool.size(starving.rows, starving.bytes_outside_rows)
             for digest in unpinned:
                 if rows >= needed:
                     break

@@ -235,12 +235,12 @@ class Observer:
             logger.info("request", extra=with_fields(fields))
 
     def _texts(self, log: RequestLog) -> dict[str, Any]:
-        told = [(g.prompt_token_ids, g.pieces) for g in log.begun if g.pieces is not None]
-        if not told:
+        logged = [(g.prompt_token_ids, g.pieces) for g in log.begun if g.pieces is not None]
+        if not logged:
             return {}
         tokenizer = log.tokenizer or self._serving.llm.tokenizer
         decode = str if tokenizer is None else tokenizer.decode
         return {
-            "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in told],
-            "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in told],
+            "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in logged],
+            "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in logged],
         }

@@ -27,7 +27,7 @@ from ..random_adapters import AdapterWriter
 from ..request_figures import Round
 from . import cold_adapters
 from .cases import Case, make_cases, rows
-from .cold_adapters import KINDS, ColdPlan, ColdRun, cold_figures, run_beside_stream
+from .cold_adapters import KINDS, ColdPlan, ColdRun, cold_figures, run_with_stream
 from .lora_engines import Engines, Workload
 
 _RESIDENT_UNIT = 2**20 if sys.platform == "darwin" else 2**10
@@ -193,7 +193,7 @@ class Session:
         runs: dict[str, list[ColdRun]] = {kind: [] for kind in KINDS}
         for number in range(options.rounds):
             for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:
-                runs[kind].append(run_beside_stream(engines, plan, kind, number))
+                runs[kind].append(run_with_stream(engines, plan, kind, number))
                 progress.update()
         return {
             "warm_requests": plan.num_warm,

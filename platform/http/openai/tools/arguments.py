@@ -22,7 +22,7 @@ _ROOT = frozenset("type properties required additionalProperties $defs definitio
 _OF_TEXT = frozenset("type title description default examples nullable minLength maxLength enum const".split())
 """Keywords of a string between tags."""
 _UNIONS = ("anyOf", "oneOf")
-_BESIDE_UNION = frozenset("type title description default examples nullable".split())
+_WITH_UNION = frozenset("type title description default examples nullable".split())
 """Keywords allowed next to the alternatives of such a string."""
 _TAG_NAME = r"[^<>\"\n\/~%]+"
 """Name of a property in a tag, which is a part of a reference too."""
@@ -223,9 +223,9 @@ def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str, t
     if types - {"string", "null"}:
         raise _refuse(place, "type: a string or something else")  # "12" could be either
     union = next((name for name in _UNIONS if name in schema), None)
-    beside = next((key for key in schema if key not in _BESIDE_UNION and key != union), None)
-    if union is not None and beside is not None:
-        raise _refuse(place, beside)
+    other = next((key for key in schema if key not in _WITH_UNION and key != union), None)
+    if union is not None and other is not None:
+        raise _refuse(place, other)
     rules, ways = [], []
     for number, option in enumerate([schema] if union is None else schema[union]):
         allowed = _OF_TEXT if union is None else _OF_TEXT - {"nullable"}
