@@ -33,7 +33,7 @@ class Costs:
     own_adapters: Table
     """A step whose rows have an adapter each, by its rows."""
     prompt: Table
-    """Time that running requests lose to one with so many prompt tokens: in its step, and to the API's work."""
+    """Time that running requests lose to one with this number of prompt tokens: in its step, and to the API's work."""
     overhead: float
     """Time to first token that is not the engine's: HTTP, and the ways to the engine and back."""
     load: float

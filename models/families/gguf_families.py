@@ -150,7 +150,7 @@ _DEEPSEEK_KEYS = {
 }
 """Keys of DeepSeek's config.json by those of a file."""
 _DEEPSEEK_GROUPS = {160: (8, 3), 256: (8, 4)}
-"""Groups, and groups that a token visits, of the models with so many experts, whose older files do not state them."""
+"""Groups, and groups that a token visits, of models by their number of experts; older files do not state them."""
 _SIGMOID = 2
 """Number of the sigmoid in `expert_gating_func`."""
 _LOG_MULTIPLIER = 0.1

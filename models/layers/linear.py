@@ -150,7 +150,7 @@ class Linear:
         return y
 
     def fuses(self, num_tokens: int, adapters: Any) -> bool:
-        """True if `forward_fused` serves so many tokens with these adapters."""
+        """True if `forward_fused` serves `num_tokens` tokens with these adapters."""
         if self._few is None or not 0 < num_tokens <= self._few.most_rows:
             return False
         if self.lora is None or adapters is None:

@@ -96,7 +96,7 @@ class _Batch:
         self._seen = CustomIds()
 
     async def run(self, lines: IO[bytes], max_concurrency: int) -> None:
-        """Answer each line, so many at once."""
+        """Answer each line, up to `max_concurrency` at once."""
         slots = asyncio.Semaphore(max_concurrency)
         count, on_terminal, watch = self._count(lines), sys.stderr.isatty(), Stopwatch()
         of = "" if count is None else f" of {count}"

@@ -175,7 +175,7 @@ def test_long_tokens_and_unknown_text_are_refused(tmp_path, llm, chatml):
 
 
 def test_the_tokenizer_cache_is_bounded(tmp_path, monkeypatch):
-    """And nothing else keeps evicted ones alive."""
+    """Nothing else keeps evicted tokenizers alive."""
     monkeypatch.setattr("outrider.platform.client.text.adapter_tokenizers.MAX_TOKENIZERS", 1)
     monkeypatch.setattr("outrider.platform.client.adapters.sources.sources.LOOK_SECONDS", 0.001)
     with LLM(enable_lora=True) as llm:

@@ -1,4 +1,4 @@
-"""Answers to one prompt that draft for each other, in engines: the same text and frequencies, and nobody else's."""
+"""Answers to one prompt that draft for each other, in engines: the same text and frequencies, and none of others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_request_drafts_for_no_other_unless_that_is_asked_for(make_engine, run
         assert steps(run, engine, group=group) > 0.8 * STEPS
 
 
-def test_answers_belong_to_the_content_of_an_adapter_and_leave_with_it(models, make_engine, run):
+def test_answers_are_keyed_by_adapter_content_and_dropped_with_it(models, make_engine, run):
     engine = make_engine(speculative_config=groups("prompt"), **LORA)
     a = models.lora("a")
     engine.adapters.load(a)

@@ -145,7 +145,7 @@ def test_an_adapter_that_overflows_fails_its_own_requests(
 
 
 def test_logits_not_finite_inside_a_prompt_are_reported_at_its_end(make_engine, run, prompts, monkeypatch):
-    """The rows of some prompt tokens are NaN, the last is not: only who asks for the prompt's log-probabilities sees
+    """The rows of some prompt tokens are NaN, the last is not: only requests for the prompt's log-probabilities see
     it."""
     engine = make_engine(enable_prefix_caching=False)
     model = engine._runner._model

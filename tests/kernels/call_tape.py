@@ -105,7 +105,7 @@ def _record_launches(recorder: _Recorder) -> Iterator[None]:
 
 
 def record(call: Callable[[], Any]) -> None:
-    """Make a call that goes around torch's operations, and make it again whenever what this thread records is
+    """Make a call that bypasses torch's operations, and make it again whenever what this thread records is
     replayed."""
     recorder = _recorders.get(get_ident())
     if recorder is None:

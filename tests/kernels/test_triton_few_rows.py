@@ -104,7 +104,7 @@ class Product:
     def check(
         self, rows: int, pool: Pool | None = None, segments: Sequence[Segment] = (), groups: RowGroups | None = None
     ) -> None:
-        """Compare the product of so many tokens with float64; `groups` of a captured graph are of its buffer."""
+        """Compare the product of `rows` tokens with float64; `groups` of a captured graph are of its buffer."""
         x, residual = self.inputs(rows)
         expansion = None
         if pool is not None:

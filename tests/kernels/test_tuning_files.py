@@ -1,4 +1,4 @@
-"""Files of kernel configs: what is written is read again, what is broken is refused by name, and who finds which."""
+"""Files of kernel configs: written ones are read again, broken ones refused by name, and each device finds its own."""
 
 import dataclasses
 import json

@@ -175,7 +175,7 @@ def test_nan_is_alike_and_integers_are_exact(device: str, want: list, got: list,
 
 
 class Clock:
-    """Time for so many trials."""
+    """Time for this number of trials."""
 
     def __init__(self, trials: int) -> None:
         self.left = trials

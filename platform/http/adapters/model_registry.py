@@ -49,7 +49,7 @@ class _Facts:
     root: str | None = None
     """Where it came from, as the user wrote it; None: its folder."""
     info: AdapterInfo = dataclasses.field(default_factory=lambda: _UNREAD)
-    """As the engine said last, and what has been done here since."""
+    """Facts as the engine reported them last, with the changes made here since."""
     draft: str = ""
     """`AdapterInfo.draft` when the files had been read."""
 

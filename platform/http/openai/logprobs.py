@@ -16,7 +16,7 @@ FLOOR = -9999.0
 
 Entries = dict[int, Logprob]
 Shown: TypeAlias = int | Sequence[int]
-"""Alternatives that are shown at a position: so many of the most likely ones, or these tokens."""
+"""Alternatives that are shown at a position: the number of the most likely ones, or these tokens."""
 Packed = tuple[Any, ...]
 """Entries as one plain tuple: token id and fields of its Logprob, one after the other. It takes half of the memory, and
 Python's garbage collector soon passes it by: half a million `Logprob`s take it 0.1 s, and nothing else is served."""

@@ -14,8 +14,8 @@ _OF_TENANT = " for this tenant or key (max_context_tokens)"
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request in numbers. `n` sequences of each of several prompts count as what they are: so many requests, and so
-    many times `max_tokens`; a prompt is computed once."""
+    """A request in numbers. `n` sequences of each of several prompts count as what they are: `n` requests for each, and
+    `n` times `max_tokens`; a prompt is computed once."""
 
     prompt_tokens: tuple[int, ...]
     n: int = 1
@@ -33,7 +33,7 @@ class Demand:
         return self.n * len(self.prompt_tokens)
 
     def num_tokens(self, max_tokens: Sequence[int]) -> int:
-        """The most that it can use, with so many for each prompt."""
+        """The most that it can use, with these for each prompt."""
         return sum(self.prompt_tokens) + self.n * sum(max_tokens)
 
 

@@ -299,7 +299,7 @@ def test_numbers_out_of_range_are_wrong_usage(more, capsys):
     assert more.split()[0] in capsys.readouterr().err
 
 
-def test_a_result_replaces_the_last_one_at_once_but_no_link_and_no_device(tmp_path):
+def test_a_result_is_replaced_atomically_except_links_and_devices(tmp_path):
     file, link = tmp_path / "a.json", tmp_path / "link.json"
     write_json({"a": 1}, file)
     link.symlink_to(file)

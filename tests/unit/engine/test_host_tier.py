@@ -55,7 +55,7 @@ class Cache:
         return found
 
 
-def test_a_prefix_that_left_the_device_comes_back_with_its_draft_layers():
+def test_an_evicted_prefix_is_swapped_in_with_its_draft_layers():
     cache = Cache()
     cache.compute(range(16), drafted=9)
     cache.compute(range(100, 116))

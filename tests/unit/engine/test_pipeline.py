@@ -222,7 +222,7 @@ def test_the_next_step_is_planned_while_one_runs():
     assert device.num_launched == 6, "a step was planned past max_tokens"
 
 
-def test_a_runner_that_does_not_overlap_gets_one_step_at_a_time():
+def test_without_overlap_one_step_is_in_flight():
     scheduler, device = make(limits=DraftLimits()), Device(lazy=False)
     device.overlaps = False
     scheduler.add(request("a", [1, 2, 3], 3))

@@ -198,7 +198,7 @@ def test_an_account_with_running_sequences_waits_until_it_is_behind_by_the_recom
     assert queue.displaced_by(queue.waiting[0]) is None
 
 
-def test_a_tenant_with_less_running_than_one_served_more_is_behind_it():
+def test_a_tenant_is_behind_one_that_was_served_more_and_runs_more():
     queue = turns()
     flood = start(queue, "a1", "a2", "a3", length=10)
     queue.add(request("a4"))

@@ -142,7 +142,7 @@ def test_concurrency_and_the_queue():
     run(scenario())
 
 
-def test_a_client_that_goes_while_it_waits_has_used_nothing():
+def test_a_client_that_disconnects_while_waiting_has_used_nothing():
     async def scenario():
         setting = Setting(Limits(max_concurrent_requests=1, requests_per_minute=100, tokens_per_minute=100))
         running = await setting.admit()
