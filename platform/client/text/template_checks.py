@@ -123,7 +123,7 @@ def missing_tools(conversation: list[dict[str, Any]], render: Render) -> list[To
 
 def check_tools_arrive(conversation: list[dict[str, Any]], missing: list[ToolPlace], text: str, render: Render) -> None:
     """Refuse a conversation whose tool calls or results the template leaves out. One of `missing` may be written
-    otherwise, such as escaped: the prompt with other text in that place alone must then be another one."""
+    otherwise, such as escaped: the prompt with other text there alone must then be another one."""
     for place in missing:
         if not _is_same(text, render, place.replaced(conversation, everything=True)):
             return  # and so are the others: to render them all takes too long

@@ -140,7 +140,7 @@ class _Walk:
         self._to_compare = MAX_COMPARED_NAMES
 
     def walk(self, content: dict[str, Any], model: type[LenientModel], place: str) -> None:
-        """Walk through an object; `place` is the path of its fields, such as "messages[0]."."""
+        """Walk through an object; `place` is the prefix of its fields' paths, such as "messages[0]."."""
         shapes = _shapes(model)
         for name in [name for name in content if name in shapes]:
             if content[name] is not None:

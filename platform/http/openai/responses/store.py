@@ -1,5 +1,5 @@
 """Responses that clients may ask for later. They are kept in this process, a bounded number of bounded size for each
-tenant; the one that was used least recently makes place first."""
+tenant; the least recently used one is evicted first."""
 
 from __future__ import annotations
 
