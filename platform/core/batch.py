@@ -112,7 +112,7 @@ class RowResult(NamedTuple):
     pooled: Any = None
     """[H] float32 tensor on the CPU: this chunk's part of the prompt's pooled hidden states, when requested."""
     error: ErrorInfo | None = None
-    """Error when this sequence cannot go on; then nothing else is set."""
+    """Error when this sequence cannot continue; then nothing else is set."""
     is_deferred: bool = False
     """True when the row reached its end but nothing could be sampled yet; its last token is computed again."""
 

@@ -3,7 +3,7 @@
     mode     sequences from before the pause                                            frozen
     abort    end with the finish reason "abort" and what they generated                 at once
     wait     finish; those that arrive meanwhile are not admitted                       after the last of them
-    keep     stay where they are; at the resume they go on, under the weights of then   at once
+    keep     stay where they are; at the resume they continue, under the weights of then   at once
 
 Another pause changes the mode for the sequences from before the first one; those that arrived since survive each.
 """
@@ -39,7 +39,7 @@ class Pause(Gate):
 
     def begin(self, mode: str, scheduler: Scheduler, pipeline: Pipeline, *, drops_kv: bool) -> None:
         """Pause, or change the mode. `drops_kv`: once frozen, all KV is dropped, and kept sequences are preempted; else
-        they go on with the KV that they have.
+        they continue with the KV that they have.
 
         Raises:
             InvalidRequestError: there is no such mode.

@@ -50,7 +50,7 @@ class Weights:
         self._parts = parts
         self._num_updates = 0
         self.failure: EngineDeadError | None = None
-        """Error of a replacement that failed in the middle: the engine cannot go on."""
+        """Error of a replacement that failed in the middle: the engine cannot continue."""
 
     def namespace(self) -> bytes:
         """Suffix of prefix-cache namespaces: KV of other weights of the target is in none of them."""

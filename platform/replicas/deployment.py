@@ -32,7 +32,7 @@ from .scaling import replicas_needed
 logger = logging.getLogger(__name__)
 
 _LONG_BODY = 1 << 16
-"""Bytes of a body above which it is read in a thread, so that other streams go on."""
+"""Bytes of a body above which it is read in a thread, so that other streams continue."""
 _KEY_SECONDS = 10.0
 """Seconds for which an ingress trusts a key after a replica has found it right."""
 _MAX_KEYS = 10_000

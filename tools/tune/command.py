@@ -115,4 +115,4 @@ def tune_model(
     kept = sum(job.key in file.entries for job in jobs)
     print(f"{device.name}, Triton {TRITON_VERSION}: {len(jobs)} shapes, {kept} kept from before; in {path}", flush=True)
     if not tune(jobs, searcher, file, path, lambda found: print(found, flush=True)):
-        print("the budget has ended; the same command goes on")
+        print("the budget has ended; the same command continues")
