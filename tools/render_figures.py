@@ -140,13 +140,13 @@ def lora() -> list[str]:
 def products() -> list[str]:
     """Share of the nearer hardware limit that a step's products reach."""
     rows = []
-    found = {model: run for model, run in runs("products").items() if "products" in run}
-    for model, run in found.items():
+    head: list[str] = []
+    for model, run in ((name, run) for name, run in runs("products").items() if "products" in run):
+        head = [str(product["rows"]) for product in run["products"]]
         shares = [number(product["of_the_ceiling"]) for product in run["products"]]
         limits = [f"{run[key]:.0f}" for key in ("read_gigabytes_per_second", "register_gigamacs_per_second")]
         rows.append([model, *shares, *limits])
-    steps = [str(product["rows"]) for product in [*found.values()][-1]["products"]]
-    head = ["rows", *steps, "memory, GB/s", "multiply-adds, billions/s"]
+    head = ["rows", *head, "memory, GB/s", "multiply-adds, billions/s"]
     return [*table(head, rows), "", *source("products", keep=lambda run: "products" in run)]
 
 
@@ -191,10 +191,10 @@ def neighbours() -> list[str]:
 
 def fp8_cache() -> list[str]:
     """Decoding speed with a float8 KV cache over bfloat16, by context and number of requests."""
-    cells = runs("products")["fp8 cache, demo and 494M"]["speed"]
-    rows = [[str(cell["context"]), str(cell["batch"]), number(cell["ratio"])] for cell in cells]
-    head = ["tokens of context", "requests", "fp8 over bfloat16"]
-    return [*table(head, rows), "", *source("products", keep=lambda run: "speed" in run)]
+    speed = runs("products")["fp8 cache, demo and 494M"]["speed"]
+    rows = [[str(row["context"]), str(row["batch"]), number(row["ratio"])] for row in speed]
+    lines = table(["tokens of context", "requests", "fp8 over bfloat16"], rows)
+    return [*lines, "", *source("products", keep=lambda run: "speed" in run)]
 
 
 # --- Speculation --------------------------------------------------------------------------------------------

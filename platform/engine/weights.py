@@ -63,13 +63,20 @@ class Weights:
             False if the target keeps some of its weights.
 
         Raises:
-            InvalidRequestError: they are not those of such a model; a tensor is named. Nothing has changed.
+            InvalidRequestError: they are not those of such a model; a tensor is named. Or drafts learn. Nothing has
+            changed.
             InvalidUserInputError: an adapter in use depends on the weights. NotFoundError: files are missing.
         """
         if not sources:
             raise invalid(PARAM, "or shared_memory must be given")
-        if self._parts.config.num_ranks > 1:
+        config = self._parts.config
+        if config.num_ranks > 1:
             raise InvalidRequestError("weights are replaced on engines of one rank alone", param=PARAM)
+        if config.speculative is not None and config.speculative.learn is not None:
+            message = (
+                "weights are not replaced while drafts learn (learn in speculative_config): they learn for the old"
+            )
+            raise InvalidRequestError(message, param=PARAM)
         return self._update_drafter(sources) if draft else self._update_target(sources)
 
     @contextmanager

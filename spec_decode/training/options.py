@@ -195,6 +195,8 @@ class TrainOptions:
                 raise wrong(name, "is for a new head; --draft names one that has its sizes")
         if self.optimizer == "muon" and self.method in _LORA:
             raise wrong("optimizer", f"muon is for the matrices of heads, of which {self.method} trains none")
+        if self.unroll_every > 1 and (self.unroll or (1 if self.method == "eagle" else 4)) == 1:
+            raise wrong("unroll_every", "has no effect with an --unroll of 1, which is the default of eagle")
         for name in ("temperature", "max_tokens"):
             if name in given and not self.generate:
                 raise wrong(name, "is for --generate")

@@ -34,6 +34,7 @@ class Served:
     def __init__(self, root, family: Family) -> None:
         from peft import LoraConfig, get_peft_model
 
+        torch.manual_seed(0)  # a family's weights are the same whichever tests ran before
         self.folder, adapter = str(root / "base"), str(root / "adapter")
         self._base = build(family)
         self.architecture = family.architecture or type(self._base).__name__
