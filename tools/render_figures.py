@@ -34,7 +34,7 @@ def runs(name: str) -> dict[str, Row]:
 
 
 def number(value: float | None) -> str:
-    """A ratio with two digits; an empty cell where nothing was measured."""
+    """A ratio with two digits; an empty cell if nothing was measured."""
     return "" if value is None else f"{value:.2f}"
 
 
@@ -179,7 +179,7 @@ NEIGHBOUR_WAYS = ("this", "baseline, default", "baseline, spin 10000", "baseline
 
 
 def neighbours() -> list[str]:
-    """Median seconds alone and with busy loops, by case and way to share work; empty where nothing was measured."""
+    """Median seconds alone and with busy loops, by case and way to share work; empty if nothing was measured."""
     cells = {case: ways for run in runs("serving").values() for case, ways in run.get("median_seconds", {}).items()}
     rows = []
     for case, name in NEIGHBOUR_CASES.items():
@@ -207,7 +207,7 @@ MODES = {
 
 
 def adapter_row(name: str, task: str, kind: str, mode: str) -> Row | None:
-    """One cell of the result `speculation-adapters`; None where the run has none."""
+    """One cell of the result `speculation-adapters`; None if the run has none."""
     for row in runs("speculation-adapters")[name]["rows"]:
         if (row["task"], row["kind"], row["mode"]) == (task, kind, mode):
             return row
@@ -363,7 +363,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
 
 
 def render(text: str, results: str) -> str:
-    """Render every marked table of the page `text` anew; `results` is the link to the folder of results.
+    """Render every marked table of the page `text` again; `results` is the link to the folder of results.
 
     Raises:
         ValueError: a mark names no figure, or has no end.

@@ -55,7 +55,7 @@ class AdapterVersion:
     """Largest rank of the base model's modules; 0 until it was read."""
     rows: int = 0
     """Rank rows on the device."""
-    bytes_beside_rows: int = 0
+    bytes_outside_rows: int = 0
     """Bytes of device memory in addition to them."""
     num_bytes: int = 0
     """Bytes of host memory."""
@@ -103,7 +103,7 @@ class AdapterVersion:
         """Record the properties of the content that was read."""
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
-        self.bytes_beside_rows = adapter.bytes_beside_rows
+        self.bytes_outside_rows = adapter.bytes_outside_rows
         self.targets_head = adapter.targets_head
         self.is_plain = all(part.is_plain for part in adapter.packed) and not adapter.targets_latents
         self.invocation, self.vocab_size = adapter.target.invocation, adapter.target.vocab_size

@@ -122,7 +122,7 @@ def step_params(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
 
 
 _STEP = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, speculative=False, ignore_eos=True)
-"""Parameters of a step: one token, and the most likely ones at its place."""
+"""Parameters of a step: one token, and the most likely ones at its position."""
 
 
 def _candidates(output: RequestOutput) -> dict[int, Logprob]:

@@ -33,8 +33,8 @@ class WeightUpdates:
         """Label of the weights: that of the last update."""
 
     def add(self, update: AppliedUpdate, *, is_whole: bool, version: str | None) -> None:
-        """Record an update that the engine has made. One of all weights takes the place of those before it, and any one
-        that of an earlier one from the same files."""
+        """Record an update that the engine has made. One of all weights replaces those before it, and any one replaces
+        an earlier one from the same files."""
         self.applied = [
             before
             for before in self.applied

@@ -50,7 +50,7 @@ def invalid(param: str, problem: str) -> InvalidRequestError:
 
 
 class PromptTooLongError(InvalidRequestError):
-    """Prompt plus the tokens asked for do not fit `max_model_len`."""
+    """Prompt plus the tokens requested do not fit `max_model_len`."""
 
     type = "ContextLengthExceeded"
     counts: tuple[int, int, int] | None = None

@@ -86,7 +86,7 @@ class EngineCore:
         return self._runner.model
 
     def step(self) -> list[TokenDelta]:
-        """Compute one step of the scheduled sequences. Errors of single sequences are returned as deltas; others go on.
+        """Compute one step of the scheduled sequences. Errors of single sequences are deltas; others continue.
         With `async_scheduling` the next step is in flight when this returns.
 
         Raises:
@@ -176,7 +176,7 @@ class EngineCore:
 
     def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause: see `engine.pause` for the modes. `clear_cache`: drop all KV, and preempt sequences that are kept. In
-        the mode "wait" steps go on until `has_work` is False.
+        the mode "wait" steps continue until `has_work` is False.
 
         Raises:
             InvalidRequestError: there is no such mode.
@@ -190,7 +190,7 @@ class EngineCore:
 
     def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
         """Replace weights of the target, or with `draft` of the drafter. Requests do not find cached KV of the old
-        weights any more, target's or drafter's, but sequences that are kept go on with it.
+        weights any more, target's or drafter's, but sequences that are kept continue with it.
 
         Returns:
             False if the target keeps some of its weights.

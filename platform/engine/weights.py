@@ -49,7 +49,7 @@ class Weights:
     def __init__(self, parts: WeightParts) -> None:
         self._parts = parts
         self.failure: EngineDeadError | None = None
-        """Error of a replacement that failed in the middle: the engine cannot go on."""
+        """Error of a replacement that failed in the middle: the engine cannot continue."""
 
     def update(self, sources: Sequence[WeightSource], *, draft: bool) -> bool:
         """Replace weights of the target, or with `draft` those of the drafter. Nothing of a sequence may be in flight.

@@ -84,7 +84,7 @@ class TrainOptions:
         2.0, "GiB of memory in which the target's states are kept for the next epoch", "Training"
     )
     k: int = _option(4, "drafts a round when acceptance is measured", "Training", within=(1, 32))
-    resume: bool = _option(False, "go on from the checkpoint in the output folder", "Output")
+    resume: bool = _option(False, "continue from the checkpoint in the output folder", "Output")
     overwrite: bool = _option(
         False, "delete an earlier run in the output folder; completions that would be the same are kept", "Output"
     )

@@ -50,7 +50,7 @@ def check_output(options: TrainOptions) -> None:
     elif found is not None:
         raise wrong(
             "output",
-            f"{folder} holds a model or an earlier run ({found}); give --resume to go on or --overwrite to delete it",
+            f"{folder} has a model or an earlier run ({found}); give --resume to continue or --overwrite to delete it",
         )
 
 

@@ -133,7 +133,7 @@ def test_learning_starts_from_the_adapters_draft_weights(
     assert drafts.pop("ours") == before
 
 
-def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, make_jobs, monkeypatch):
+def test_trained_weights_that_accept_less_are_dropped(models, make_engine, run, plain_tokens, make_jobs, monkeypatch):
     engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
     ours = make_jobs("ours", None)
     run(engine, ours)

@@ -73,7 +73,7 @@ class PrefixCache:
         self.keeps_finished = keeps_finished
         self.block_size = block_size
         self.events: CacheEvents | None = None
-        """Records changes of what new sequences can find; None: nobody wants to know."""
+        """Records changes of what new sequences can find; None: there is no listener."""
         self.num_queries = 0
         self.num_hits = 0
         self._block_of: dict[bytes, int] = {}

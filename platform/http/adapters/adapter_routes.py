@@ -176,7 +176,7 @@ async def pin_adapter(request: Request) -> Response:
 
 @router.post("/v1/unpin_lora_adapter", response_model=None, openapi_extra=documented(PinAdapterRequest))
 async def unpin_adapter(request: Request) -> Response:
-    """Let an adapter go when others need its place."""
+    """Let an adapter be evicted when others need its memory."""
     return _success(await _set_pinned(request, False), "unpinned")
 
 

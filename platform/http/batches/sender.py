@@ -43,17 +43,17 @@ class Sender:
         self,
         app: ASGIApp,
         *,
-        place: Callable[[], AbstractAsyncContextManager[Acting | None]] = contextlib.nullcontext,
+        turn: Callable[[], AbstractAsyncContextManager[Acting | None]] = contextlib.nullcontext,
         max_waits: int | None = None,
     ) -> None:
         """
         Args:
-            place: a context that each try is made in, and no pause; it says on whose behalf. None: that of a client
+            turn: a context that each try is made in, and no pause; it says on whose behalf. None: that of a client
                 without a key.
             max_waits: tries that the server's state may cost a line; None: any number.
         """
         self._app = app
-        self._place = place
+        self._turn = turn
         self._max_waits = max_waits
         self._resume_at = 0.0
         self._client: httpx.AsyncClient
@@ -80,7 +80,7 @@ class Sender:
         while True:
             while (pause := self._resume_at - loop.time()) > 0:
                 await asyncio.sleep(pause)
-            async with self._place() as acting:
+            async with self._turn() as acting:
                 _acting.set(acting)
                 response = await self._client.post(request.url, content=request.body, headers=headers)
             if response.status_code not in (409, 429, 503, 529):

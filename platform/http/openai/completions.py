@@ -102,7 +102,7 @@ class Completions:
         self._plain = body.logprobs is None and not (body.return_token_ids or body.return_draft_status)
 
     def answer(self, collected: Collected) -> dict[str, Any]:
-        """The answer: choices, usage, and the optional fields that were asked for."""
+        """The answer: choices, usage, and the optional fields that were requested."""
         answer: dict[str, Any] = {
             "choices": [
                 self.choice(i, choice, collected.prompts[choice.prompt_index])

@@ -98,7 +98,7 @@ async def classify(request: Request) -> Response:
 async def _similarities(
     accepted: Accepted[Any], first: Sequence[Any], second: Sequence[Any], endpoint: str, field: str
 ) -> tuple[list[float], Job]:
-    """Cosine of each first text with the second one at its place; see `_run`."""
+    """Cosine of each first text with the second one at its index; see `_run`."""
     distinct = list(dict.fromkeys([*first, *second]))  # texts, or tuples of token ids
     vectors, job = await _pooled(accepted, distinct, accepted.body.params(), endpoint, field)
     vector_of = dict(zip(distinct, vectors, strict=True))

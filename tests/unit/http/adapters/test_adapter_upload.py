@@ -144,7 +144,7 @@ def test_errors_are_about_what_arrived(http, llm, monkeypatch):
 # --- rights -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_may(make_http, llm, loaded):
+def test_upload_needs_an_admin_key(make_http, llm, loaded):
     http = make_http(api_keys=("client",), admin_api_keys=("admin",))
     error_in(post(http), 401)
     error_in(post(http, headers={"Authorization": "Bearer client"}), 403)

@@ -78,10 +78,8 @@ def test_only_eagle_3_is_compared_with_an_eagle_3_head(options, samples):
         assert any("EAGLE-3 head of a 135M model" in line for line in lines) is quoted
 
 
-def test_progress_of_generation_does_not_guess_the_time_from_the_first_or_of_the_last_answers(
-    options, samples, folders, tmp_path
-):
-    """Of answers that began together the shortest end first and the longest last, so the number of those that have
+def test_progress_estimates_no_time_from_the_first_or_last_answers(options, samples, folders, tmp_path):
+    """If answers start together the shortest end first and the longest last, so the number of those that have
     ended says nothing about the time left."""
     described, file = [], tmp_path / "generated.jsonl"
     prompts = [[7, 8, 9 + n] for n in range(6)]

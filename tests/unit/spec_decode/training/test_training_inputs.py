@@ -223,7 +223,7 @@ BLOCK_VARIANTS = {
 
 @pytest.mark.parametrize("what", BLOCK_VARIANTS)
 def test_variants_of_drafters_of_blocks(what, options, samples, read_batch, tmp_path):
-    """Those whose training would compute something else than the engine are refused by name."""
+    """Variants whose training would compute something else than the engine are refused by name."""
     target, _ = read_batch(samples[:1], None)
     new_drafter(options("dspark", draft_layers=1, markov_rank=4), target, samples).export(tmp_path)
     changes, words = BLOCK_VARIANTS[what]

@@ -175,7 +175,7 @@ def test_a_run_that_is_over_stays_as_it_is(options, samples, tmp_path):
 
 
 def test_the_unroll_is_left_out_of_some_steps(options, samples, tmp_path, monkeypatch):
-    """Of those of training alone: measurements are of the whole unroll."""
+    """Only steps of training: measurements are of the whole unroll."""
     seen = []
     steps = Eagle3Head.steps
     monkeypatch.setattr(
