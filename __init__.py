@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         PermissionDeniedError,
         PromptTooLongError,
         RateLimitError,
+        RequestAbortedError,
         ShuttingDownError,
         UnsupportedModelError,
     )
@@ -68,7 +69,8 @@ _NAMES_OF = {
     ".platform.core.errors": """
         AdapterError AdapterReplacedError AdapterSourceError AsleepError AuthenticationError ConstraintCheckError
         EngineDeadError InvalidRequestError InvalidUserInputError NotFoundError OutriderError OverloadedError
-        PermissionDeniedError PromptTooLongError RateLimitError ShuttingDownError UnsupportedModelError
+        PermissionDeniedError PromptTooLongError RateLimitError RequestAbortedError ShuttingDownError
+        UnsupportedModelError
     """,
     ".platform.core.lora_request": "LoRAMix LoRARequest TensorLoRARequest",
     ".platform.core.messages": "AdapterInfo EngineInfo EngineStats",
@@ -118,6 +120,7 @@ __all__ = [
     "PromptTooLongError",
     "RateLimitError",
     "RepetitionDetectionParams",
+    "RequestAbortedError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

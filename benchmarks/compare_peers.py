@@ -140,7 +140,7 @@ def prepare_peers(options: argparse.Namespace, results: Results) -> dict[str, En
 
 
 def _put_chats(options: argparse.Namespace, models: Path) -> None:
-    """Put the head, and the chats' token ids, at the places where workers read them."""
+    """Put the head, and the chats' token ids, at the paths from which workers read them."""
     if options.chats is not None:
         tokenizer = load_tokenizer(models / REAL)
         ids = [encode(tokenizer, prompt.content, "--chats") for prompt in read_prompts(options.chats, "--chats")]

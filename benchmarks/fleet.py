@@ -1,7 +1,7 @@
 """Ten thousand adapters on a hundred replicas, on paper: what routing by adapter is worth.
 
-A discrete-event simulation (`fleet_model/`) serves one load under three ways to route: at random, in turn, and to where
-the adapter is. Its times are those of two real replicas, measured at commit 7f567f0a6efc and read from the result.
+A discrete-event simulation (`fleet_model/`) serves one load with three ways to route: at random, in turn, and to those
+with the adapter. Its times are those of two real replicas, measured at commit 7f567f0a6efc and read from the result.
 
 Usage: python benchmarks/fleet.py [--costs FILE] [--quick] [--output-json FILE] [--plot FILE] [options]
 """

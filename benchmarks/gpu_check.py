@@ -10,7 +10,7 @@ where they are grown.
 Each section has a time box. One that fails, hangs or dies does not stop the others: its rows so far and its traceback
 are in OUT_DIR/sections/NAME.json, all sections in OUT_DIR/gpu_check.json, and the exit code is 1. A short table comes
 last. `--device cpu --quick` runs what a CPU can run. `--sections tune`, which is not part of a run unless it is named,
-searches kernel configs for as long as there is time and leaves them in OUT_DIR; the same command goes on.
+searches kernel configs for as long as there is time and leaves them in OUT_DIR; the same command continues.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Growth:
     # --- tensors --------------------------------------------------------------------------------------------------
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Grown form of one tensor, and its counterparts in the new layers behind its own."""
+        """Grown form of one tensor, and its counterparts in the new layers after its own."""
         found = _LAYER.match(name)
         grown = self.grow(name, tensor)
         if found is None or self.new.layers == self.old.layers:
@@ -237,11 +237,11 @@ class Growth:
         return tensor
 
     def _place(self, tensor: Tensor, axes: Sequence[Axis]) -> Tensor:
-        """Put `tensor` into its places among random entries and zeros."""
+        """Put `tensor` at its indices among random entries and zeros."""
         grown = self._noise([axis.size for axis in axes], tensor)
         for dim, axis in enumerate(axes):
             if tensor.shape[dim] != len(axis.places):
-                raise GrowthError(f"a tensor {list(tensor.shape)} where {len(axis.places)} entries were expected")
+                raise GrowthError(f"a tensor {list(tensor.shape)}; {len(axis.places)} entries were expected")
             if axis.zero:
                 fresh = torch.ones(axis.size, dtype=torch.bool)
                 fresh[axis.places] = False

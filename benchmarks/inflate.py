@@ -174,7 +174,7 @@ def inflate_head(source: Path, target: Path, base: Growth, dtype: str | None = N
 
 
 def _remap_aux_layers(config: dict[str, Any], base: Growth) -> None:
-    """Layers whose inputs EAGLE-3 reads, at their new places."""
+    """Layers whose inputs EAGLE-3 reads, at their new indices."""
     holder = config if _AUX in config else config.get("eagle_config") or {}
     count = base.old.layers
     layers = holder.get(_AUX) or [2, count // 2, count - 3]

@@ -7,7 +7,7 @@ Two parts, on the demo model and its adapters, in bfloat16:
 - Flips. The reference is each question alone, without speculation. Every other way to compute the same (in a batch,
   with n-gram or draft-model drafts, with prompts in chunks) is compared with it, greedy and seeded. Up to its first
   different token a text has the reference's context, so the rate is first differences over the tokens compared; what
-  follows one says nothing. Done without `batch_invariant`, and with it, where every text must be equal.
+  follows one says nothing. Done without `batch_invariant`, and with it: then every text must be equal.
 - Price. Tokens/s without and with `batch_invariant` by batch size, of decoding and of long prompts; rounds of the two
   engines are interleaved in one process, and the ratio is the median of the rounds' ratios.
 """
@@ -63,7 +63,7 @@ def make_questions(count: int) -> list[Question]:
 
 
 def make_engine(batch_invariant: bool, options: dict[str, Any], dtype: str, max_num_seqs: int = BATCH) -> LLM:
-    """Start an engine with the adapters and without the prefix cache, so that each text is computed anew."""
+    """Start an engine with the adapters and without the prefix cache, so that each text is computed in full."""
     options = dict(options)
     if options.get("speculative_config", {}).get("method") == "draft_model":
         options["speculative_config"] = options["speculative_config"] | {"model": str(demo_draft_path())}

@@ -205,7 +205,9 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=300, help="no cell begins after these (default: %(default)s)")
     options = parser.parse_args()
-    engines = start(options.modes.split(","), options)
+    engines = start(
+        list(dict.fromkeys(["off", *options.modes.split(",")])), options
+    )  # the others are compared with off
     rows: list[dict[str, Any]] = []
     try:
         for found in cells(engines, options):

@@ -14,7 +14,7 @@ from outrider.platform.cli.bench.machine import describe_machine
 
 
 def make_parser(description: str | None, rounds: int | None = None, model: bool = False) -> argparse.ArgumentParser:
-    """Parser with --output-json; with --rounds where their default is given, and --model where a script needs one."""
+    """Parser with --output-json; with --rounds if their default is given, and --model if a script needs one."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-json", "--output", type=Path, metavar="FILE", help="result file")
     if model:
@@ -25,7 +25,7 @@ def make_parser(description: str | None, rounds: int | None = None, model: bool 
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Options of a run as its result keeps them: models by name, and no place of the result."""
+    """Options of a run as its result keeps them: models by name, without the result's path."""
     model = getattr(options, "model", None)
     return {
         name: Path(model).name if name == "model" and model else value

@@ -164,7 +164,7 @@ def task_chats(rng: Random, task: str) -> Iterator[str]:
 
 
 def own_chats(model: str, count: int) -> list[str]:
-    """What a chat model writes after the beginning of a user's turn, at temperature 0.8: about four fifths of `count`,
+    """Texts of a chat model after the first tokens of a user's turn, at temperature 0.8: about four fifths of `count`,
     since long turns, repetitions and those that name a topic held out are dropped."""
     from outrider import LLM, SamplingParams
 

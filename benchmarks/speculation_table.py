@@ -9,7 +9,7 @@ learnt from their traffic; then adaptive drafting in batches.
     PROMPTS/[held-out-]*.jsonl              written by speculation_prompts.py
 
 A part is one run of `outrider bench speculation`, but `learning`. Its result is kept in WORK: a part that is there is
-not measured again, and an interrupted measurement goes on with the next part.
+not measured again, and an interrupted measurement continues with the next part.
 """
 
 from __future__ import annotations

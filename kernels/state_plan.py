@@ -103,7 +103,7 @@ class StatePlan:
 
     @cached_property
     def _chunk_counts(self) -> Sequence[Sequence[int]]:
-        """Tokens of each row's chunks: at most CHUNK, and none goes on after a state that is written."""
+        """Tokens of each row's chunks: at most CHUNK, and none continues after a state that is written."""
         counts = []
         for length, writes in zip(self._lens, self._writes, strict=True):
             ends = sorted({*range(0, length, CHUNK), length, *(offset for offset, _ in writes)})

@@ -46,7 +46,7 @@ def _let_openmp_sleep() -> None:
     """Let OpenMP's idle helpers sleep, for the life of the process.
 
     libgomp's wait actively for milliseconds after each operation, on the processors that the pool wants, unless the
-    process has more of them than there are processors. A second team, which sleeps for ever, makes it so.
+    process has more of them than there are processors. A second team, which sleeps forever, makes it so.
     """
     made = threading.Event()
 

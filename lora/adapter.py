@@ -76,9 +76,9 @@ class Adapter:
         return self.packed if self.draft_rows else (self.target,)
 
     @property
-    def bytes_beside_rows(self) -> int:
-        """Bytes of device memory in addition to its rank rows; see `PackedModules.bytes_beside_rows`."""
-        return self.target.bytes_beside_rows + self.drafter.bytes_beside_rows
+    def bytes_outside_rows(self) -> int:
+        """Bytes of device memory in addition to its rank rows; see `PackedModules.bytes_outside_rows`."""
+        return self.target.bytes_outside_rows + self.drafter.bytes_outside_rows
 
     @property
     def num_bytes(self) -> int:

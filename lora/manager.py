@@ -198,7 +198,7 @@ class AdapterManager:
             return ROWS
         if digest not in pool:
             if not residency.place(adapter, order):
-                residency.check_room_beside_pins(version.name, adapter)
+                residency.check_room_without_pins(version.name, adapter)
                 return ROWS
             self._poll()  # a small adapter is written already; this request must use it before any later one
             if version.error is not None:

@@ -1,4 +1,4 @@
-"""Input of a forward pass: ragged rows of tokens and the places of their KV."""
+"""Input of a forward pass: ragged rows of tokens and the slots of their KV."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 READY_BYTES = 1 << 26
-"""Bytes of a CPU's cache that get memory at the start: this takes hundredths of a second, or a tenth where a virtual
+"""Bytes of a CPU's cache that get memory at the start: this takes hundredths of a second, or a tenth if a virtual
 machine must get the memory first."""
 
 
@@ -123,12 +123,12 @@ class SequenceRows:
     first_key: int = 0
     """First position that holds keys, for layers that begin later than the tokens; no query sees earlier ones."""
     device_tokens: Sequence[DeviceTokens] = ()
-    """Tokens on the device that replace those of `token_ids` at their places."""
+    """Tokens on the device that replace those of `token_ids` at their indices."""
     overshoot: Tensor | None = None
     """[B] int64 on the device: number of positions by which each row starts before `starts`, which was planned before
     the start was known. None: 0."""
     unused: Tensor | None = None
-    """[B] int64 on the device: tokens at each row's end that do not count, so that its last token stands before them;
+    """[B] int64 on the device: tokens at each row's end that do not count, so that its last token precedes them;
     for passes with a result for each row's last token. None: 0."""
     states: Sequence[RowStates] = ()
     """[B] states that each row reads and writes; (): the model has none."""

@@ -85,7 +85,7 @@ class Decoder:
         self._ends: GPTEnds | StreamEnds | FloatResidual | None = None
         self._inputs = LayerInputs(config, self.device) if config.varied and config.varied.input_size else None
         self._deferring: Sequence[DecoderLayer] = ()
-        """The layers, where norms add the residual stream."""
+        """The layers if norms add the residual stream."""
         if block is None:
             layers = [
                 layer_class(config, i)(config.of_layer(i), i, attention, self.device)

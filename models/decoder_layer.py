@@ -20,7 +20,7 @@ from .layers.weights import RenamedSlot, WeightSlot
 
 
 class DecoderLayer:
-    """Layer of Llama: attention and MLP, each behind a norm and added to the residual stream."""
+    """Layer of Llama: attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, index: int, attention: AttentionBackend, device: torch.device) -> None:
         self._attention = attention

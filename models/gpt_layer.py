@@ -19,7 +19,7 @@ from .layers.weights import WeightSlot
 
 
 class GPTLayer:
-    """Attention and MLP, each behind a norm and added to the residual stream; see `Block` for other orders."""
+    """Attention and MLP, each after a norm and added to the residual stream; see `Block` for other orders."""
 
     def __init__(
         self, config: DecoderConfig, block: Block, index: int, attention: AttentionBackend, device: torch.device

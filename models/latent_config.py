@@ -59,7 +59,7 @@ def read_latent(values: Mapping[str, Any]) -> LatentConfig:
 
 
 def latent_scale(values: Mapping[str, Any], latent: LatentConfig) -> float:
-    """Factor of attention scores: 1 / sqrt(D), and YaRN's scale of queries and keys where `mscale_all_dim` is given."""
+    """Factor of attention scores: 1 / sqrt(D), and YaRN's scale of queries and keys if `mscale_all_dim` is given."""
     field = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
     given = values.get(field, {})
     scale = latent.query_dim**-0.5

@@ -23,7 +23,7 @@ _EPS = 1e-6
 
 
 class LatentLayer(DecoderLayer):
-    """Layer of DeepSeek-V2: latent attention and MLP, each behind a norm and added to the residual stream."""
+    """Layer of DeepSeek-V2: latent attention and MLP, each after a norm and added to the residual stream."""
 
     def _make_projections(self) -> None:
         config, latent = self._config, self._config.latent

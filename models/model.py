@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+from .batch import PagedModel
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from .attention import AttentionBackend
-    from .batch import ForwardBatch, KVLayerSpec, Rope
+    from .batch import ForwardBatch, KVLayerSpec
     from .config import DecoderConfig
     from .layers.embedding import Embedding
     from .layers.linear import Linear
@@ -37,27 +37,12 @@ class DecoderOutput(NamedTuple):
     """[T, H] each: hidden states that enter the requested layers; empty when they were copied."""
 
 
-class LanguageModel(Protocol):
-    """Causal language model over a paged cache. It is a `PagedModel`, for which batches are built."""
+class LanguageModel(PagedModel, Protocol):
+    """Causal language model over a paged cache."""
 
     @property
     def config(self) -> ModelConfig:
         """Sizes."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which it runs."""
-        ...
-
-    @property
-    def rope(self) -> Rope:
-        """Angles that its attention backend rotates by."""
-        ...
-
-    @property
-    def attention(self) -> AttentionBackend:
-        """Attention backend of its layers."""
         ...
 
     @property

@@ -81,7 +81,7 @@ class LinearPart:
             in_features: Its input size.
             rows: By module the rows that this rank has; None: all.
             columns: The columns that this rank has; None: all.
-            summed: False where the caller sums what the ranks computed of `columns`.
+            summed: False if the caller sums what the ranks computed of `columns`.
         """
         self.slices = list(whole)
         """(module, rows) of the whole layer."""

@@ -50,7 +50,7 @@ class Draws(NamedTuple):
     top_p: Sequence[float] = ()
     min_p: Sequence[float] = ()
     keeps_probs: bool = False
-    """Whether the distributions are returned, as rejection sampling needs them."""
+    """True if the distributions are returned, as rejection sampling needs them."""
 
 
 class Drawn(NamedTuple):

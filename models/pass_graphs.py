@@ -160,11 +160,11 @@ class PassOptions(NamedTuple):
     """Elements for each token of the states that the pass reads in addition to tokens; 0: none."""
     state_dtype: torch.dtype = torch.float32
     decodes: bool = True
-    """Whether decodes and verifications have shapes."""
+    """True if decodes and verifications have shapes."""
     prompts: bool = True
-    """Whether passes with parts of prompts have shapes."""
+    """True if passes with parts of prompts have shapes."""
     has_base: bool = False
-    """Whether passes without adapters have graphs of their own, in an engine with adapters. Those of a drafter share
+    """True if passes without adapters have graphs of their own, in an engine with adapters. Those of a drafter share
     one: its kernels for adapters have nothing to do and end at once."""
 
 
@@ -189,7 +189,7 @@ class _Key(NamedTuple):
 
     shape: PassShape
     adapted: bool
-    """Whether the kernels of adapters are launched."""
+    """True if the kernels of adapters are launched."""
 
 
 class GraphedPass:

@@ -50,7 +50,7 @@ class PassLimits(NamedTuple):
     graphs_per_shape: int = 1
     """Graphs of a shape: with and without adapters, and of the drafter."""
     has_loops: bool = False
-    """Whether the drafter makes drafts one after the other."""
+    """True if the drafter makes drafts one after the other."""
 
 
 class PassShape(NamedTuple):
@@ -62,7 +62,7 @@ class PassShape(NamedTuple):
     tokens: int
     """Tokens of all rows together."""
     has_long: bool = False
-    """Whether there are rows of more queries, as parts of prompts are."""
+    """True if there are rows of more queries, as parts of prompts are."""
 
     def fits(self, query_lens: Sequence[int], max_queries: int) -> bool:
         """True when these rows, of which those with more than `max_queries` are long, fit into the shape."""
@@ -91,7 +91,7 @@ class LoopShape(NamedTuple):
     num_drafts: int
     """Drafts of a row."""
     sampled: bool
-    """Whether rows may be sampled; greedy ones cost less."""
+    """True if rows may be sampled; greedy ones cost less."""
 
 
 class Grid(NamedTuple):

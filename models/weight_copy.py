@@ -24,7 +24,7 @@ def copy_weights(source: Any, target: Any) -> None:
 
 
 def _merge(source: Any, target: Any, seen: set[int]) -> Any:
-    """The value to hold in the place of `target`: itself, unless it cannot be changed."""
+    """The value to hold instead of `target`: itself, unless it cannot be changed."""
     if source is None or source is target or id(source) in seen:
         return target
     if target is None:

@@ -1,7 +1,7 @@
 """The serving platform: core vocabulary, engine, clients, HTTP server and command line."""
 
 if __name__ == "platform":
-    # Started at the repository root, Python finds this folder where the standard library's `platform` is meant:
+    # Started at the repository root, Python finds this folder instead of the standard library's `platform`:
     # put the real one into sys.modules (the import machinery returns what it finds there) and define nothing else.
     import os
     import sys

@@ -40,7 +40,7 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 
 
 def _has_cuda() -> bool:
-    """Whether kernels can run on a GPU. Without the driver's device files torch, whose import is slow, is not asked."""
+    """True if kernels can run on a GPU. Without the driver's device files torch, whose import is slow, is not asked."""
     if not any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/dxg")):
         return False
     import torch
@@ -168,7 +168,7 @@ def engines_collect() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays: no collection of garbage need look at all these objects again.
+    """Freeze what has been imported and collected: no collection of garbage need look at all these objects again.
 
     Many tests collect garbage, and so does every engine when it shuts down. Python's own collections were a twentieth
     of the time: here there are far fewer.
@@ -181,7 +181,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What is left of a file is modules and caches: no later collection looks at it. A collection takes up to 40 times
+    """Freeze a finished file's modules and caches: no later collection looks at them. A collection takes up to 40 times
     as long otherwise, which was a quarter of the time of the tests that make engines."""
     try:
         return (yield)
@@ -240,7 +240,7 @@ def tmp_path_factory(tmp_path_factory: pytest.TempPathFactory) -> NotedFolders:
 
 @pytest.fixture(autouse=True)
 def _seed_everything() -> None:
-    """Same random numbers in every test, whatever ran before; torch and numpy only where a test has loaded them."""
+    """Same random numbers in every test, whatever ran before; torch and numpy only if a test has loaded them."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -257,7 +257,7 @@ def repo_root() -> Path:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where tests of Triton kernels put their tensors: "cuda", or "cpu" for Triton's interpreter."""
+    """Device of the tensors in tests of Triton kernels: "cuda", or "cpu" for Triton's interpreter."""
     return "cuda" if HAS_CUDA else "cpu"
 
 
@@ -327,7 +327,7 @@ class PostgreSQL:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """At once, whoever is connected; `start` begins again with the same data."""
+        """At once, with clients connected or not; `start` begins again with the same data."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(60)

@@ -220,7 +220,7 @@ def halves(tensor: Tensor, heads: int) -> Tensor:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """Byte-level tokenizer of tokenizer.json, its special tokens and the template beside it."""
+    """Byte-level tokenizer of tokenizer.json, its special tokens and the template next to it."""
     raw = json.loads((folder / "tokenizer.json").read_text())
     ids = raw["model"]["vocab"] | {token["content"]: token["id"] for token in raw["added_tokens"]}
     special = {token["id"] for token in raw["added_tokens"]}

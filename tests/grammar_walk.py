@@ -28,7 +28,7 @@ def make_grammar_text(schema):
 
 
 def draw(grammar, rng, limit=300):
-    """A text of the grammar, at random; None where it is longer than `limit` bytes."""
+    """A text of the grammar, at random; None if it is longer than `limit` bytes."""
     matcher, text = compiled(grammar).deep_copy(), bytearray()
     while len(text) < limit:
         if matcher.is_stopped() or (matcher.is_accepting() and rng.random() < 0.4):

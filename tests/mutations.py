@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 MUTATIONS = 20
-"""Of each format."""
+"""Number of mutations of each format."""
 VALUES = [0, -1, 1 << 40, 1 << 62, 10**400, 1e308, float("nan"), None, True, "", "\0", [], {}, [[[]]], "x" * 9999]
 SIZES = [0, 1, 1 << 31, 1 << 40, 1 << 62]
 NAMES = ["", ".", "..", "/", "../m.gguf", "config.json", "\0", "x" * 9999, "nosuch.safetensors", "\ud800"]

@@ -33,7 +33,7 @@ class Family:
     targets: list[str] | str = field(default_factory=lambda: ATTENTION + GATED)
     """Every projection, which an adapter changes; or a pattern of their names."""
     parameters: list[str] = field(default_factory=list)
-    """Parameters beside them, which hold the weights of a router or of all experts."""
+    """Further parameters, which hold the weights of a router or of all experts."""
     is_multimodal: bool = False
     """True: `config` is the whole config of a `prefix`ForConditionalGeneration."""
     architecture: str | None = None

@@ -34,7 +34,7 @@ def runs(name: str) -> dict[str, Row]:
 
 
 def number(value: float | None) -> str:
-    """A ratio with two digits; an empty cell where nothing was measured."""
+    """A ratio with two digits; an empty cell if nothing was measured."""
     return "" if value is None else f"{value:.2f}"
 
 
@@ -141,9 +141,7 @@ def products() -> list[str]:
     """Share of the nearer hardware limit that a step's products reach."""
     rows = []
     head: list[str] = []
-    for model, run in runs("products").items():
-        if "products" not in run:
-            continue
+    for model, run in ((name, run) for name, run in runs("products").items() if "products" in run):
         head = [str(product["rows"]) for product in run["products"]]
         shares = [number(product["of_the_ceiling"]) for product in run["products"]]
         limits = [f"{run[key]:.0f}" for key in ("read_gigabytes_per_second", "register_gigamacs_per_second")]
@@ -181,7 +179,7 @@ NEIGHBOUR_WAYS = ("this", "baseline, default", "baseline, spin 10000", "baseline
 
 
 def neighbours() -> list[str]:
-    """Median seconds alone and with busy loops, by case and way to share work; empty where nothing was measured."""
+    """Median seconds alone and with busy loops, by case and way to share work; empty if nothing was measured."""
     cells = {case: ways for run in runs("serving").values() for case, ways in run.get("median_seconds", {}).items()}
     rows = []
     for case, name in NEIGHBOUR_CASES.items():
@@ -193,10 +191,8 @@ def neighbours() -> list[str]:
 
 def fp8_cache() -> list[str]:
     """Decoding speed with a float8 KV cache over bfloat16, by context and number of requests."""
-    rows = [
-        [str(row["context"]), str(row["batch"]), number(row["ratio"])]
-        for row in runs("products")["fp8 cache, demo and 494M"]["speed"]
-    ]
+    speed = runs("products")["fp8 cache, demo and 494M"]["speed"]
+    rows = [[str(row["context"]), str(row["batch"]), number(row["ratio"])] for row in speed]
     lines = table(["tokens of context", "requests", "fp8 over bfloat16"], rows)
     return [*lines, "", *source("products", keep=lambda run: "speed" in run)]
 
@@ -211,7 +207,7 @@ MODES = {
 
 
 def adapter_row(name: str, task: str, kind: str, mode: str) -> Row | None:
-    """One cell of the result `speculation-adapters`; None where the run has none."""
+    """One cell of the result `speculation-adapters`; None if the run has none."""
     for row in runs("speculation-adapters")[name]["rows"]:
         if (row["task"], row["kind"], row["mode"]) == (task, kind, mode):
             return row
@@ -367,7 +363,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
 
 
 def render(text: str, results: str) -> str:
-    """Render every marked table of the page `text` anew; `results` is the link to the folder of results.
+    """Render every marked table of the page `text` again; `results` is the link to the folder of results.
 
     Raises:
         ValueError: a mark names no figure, or has no end.

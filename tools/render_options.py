@@ -51,7 +51,7 @@ def tables(options: Collection[Option]) -> list[str]:
 
 
 def render(text: str) -> str:
-    """Render every marked table of the page `text` anew."""
+    """Render every marked table of the page `text` again."""
     return MARK.sub(
         lambda mark: mark[1] + mark[2] + "\n".join([*tables(declared_options(OWNERS[mark[1]]).values()), "", ""]), text
     )

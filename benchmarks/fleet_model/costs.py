@@ -33,11 +33,11 @@ class Costs:
     own_adapters: Table
     """A step whose rows have an adapter each, by its rows."""
     prompt: Table
-    """Time that running requests lose to one with so many prompt tokens: in its step, and to the API's work."""
+    """Time that running requests lose to one with this number of prompt tokens: in its step, and to the API's work."""
     overhead: float
     """Time to first token that is not the engine's: HTTP, and the ways to the engine and back."""
     load: float
-    """From the wish for an adapter to its place in a slot, in a replica without running requests."""
+    """From the request of an adapter to its load into a slot, in a replica without running requests."""
     load_beside: float
     """Time to read an adapter alongside four running requests, whose steps share the core with it."""
     load_steps: float

@@ -27,7 +27,7 @@ class Router:
         }[strategy]
 
     def send(self, request: Request) -> int | None:
-        """The number of the replica that gets the request; None where none is ready."""
+        """The number of the replica that gets the request; None if none is ready."""
         ready = {index: view for index, view in enumerate(self.views) if view.ready}
         if not ready:
             return None

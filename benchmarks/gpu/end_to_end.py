@@ -118,7 +118,7 @@ def measure_adapters(context: Context, root: Path, shape: ModelShape) -> None:
 
 
 def measure_graphs(context: Context, root: Path, shape: ModelShape) -> None:
-    """Check for equal text with and without graphs in float32, where rounding decides nothing; speed in bfloat16."""
+    """Check for equal text with and without graphs in float32, in which rounding decides nothing; speed in bfloat16."""
     if context.device != "cuda":
         context.skip("graphs", "they are a GPU's")
         return

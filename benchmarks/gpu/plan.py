@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     shape: str = ""
     """Name of a shape in `models`, for functions that take one."""
     is_optional: bool = False
-    """True when the section runs only where --sections names it."""
+    """True when the section runs only if --sections names it."""
 
     def work(self, root: Path, shapes: dict[str, str]) -> Callable[[Context], None]:
         """The function with its arguments; `shapes` replaces shapes by name."""

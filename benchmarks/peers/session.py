@@ -60,7 +60,7 @@ class Session:
     say: Callable[[str], None]
 
     def run(self, case: Case, engines: Sequence[Engine], results: Results) -> None:
-        """Measure one case. An engine that fails is noted and left out; the others go on."""
+        """Measure one case. An engine that fails is noted and left out; the others continue."""
         workers: dict[str, Worker] = {}
         most = {engine.name: engine.most_requests or max(self.sizes).requests for engine in engines}
         starts: dict[str, dict[str, Any]] = {}

@@ -120,7 +120,7 @@ class FewRowsLinear:
 
     @staticmethod
     def _parts(blocks: int, inputs: int) -> int:
-        """Parts of the inputs of a launch with so many blocks of outputs."""
+        """Parts of the inputs of a launch with `blocks` blocks of outputs."""
         return max(1, min(_MAX_PARTS, _PROGRAMS // blocks, inputs // _LEAST))
 
 

@@ -105,7 +105,7 @@ class NativeProduct:
     # Arguments of the kernel: without the bias, and with it.
     _base: ctypes.Structure
     _weight: ctypes.Structure
-    # Kernel, and the one without Python's lock during the call, which serves so many rows or more.
+    # Kernel, and the one without Python's lock during the call, which serves this number of rows or more.
     _product: Any
     _releasing: Any
     _rows: int

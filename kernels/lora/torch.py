@@ -17,7 +17,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def keep_mask(owned: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask of `shrink_expand` for activations of `dtype`: all bits set where `owned` [T, n] bool is True, else none."""
+    """Mask of `shrink_expand` for activations of `dtype`: all bits set for True in `owned` [T, n] bool, else none."""
     return owned.to(_BITS[dtype.itemsize]).neg_()
 
 

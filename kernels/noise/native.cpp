@@ -99,7 +99,7 @@ struct Best {
     // error of the approximate G.
     static float margin(float sum) { return FAST_ERROR + std::fabs(sum) * 0x1p-21f; }
 
-    // scores [count] of the tokens from `first` on; false where a score is NaN or +infinity.
+    // scores [count] of the tokens from `first` on; false if a score is NaN or +infinity.
     bool look(const float* scores, int64_t first, int64_t count, Key key) {
         Vec tile[TILE], top = all(-INF);
         VecI32 finite = (VecI32)VecU32{} == 0;

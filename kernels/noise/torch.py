@@ -20,7 +20,7 @@ _TILE_CPU = 1 << 17
 _TILE_GPU = 1 << 24
 
 NUDGE = 1.0 - 6 * 2.0**-52
-"""Factor of the noise, explained in the package. The same number stands in `native.cpp`."""
+"""Factor of the noise, explained in the package. The same number is in `native.cpp`."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below one
@@ -180,7 +180,7 @@ def _sums(scores: Tensor, bits: Tensor) -> Tensor:
     """scores + G of a tile: exact wherever it may be a row's largest sum, approximate elsewhere."""
     total = scores - _fast_log_exponential(bits)
     best = total.amax(dim=-1, keepdim=True)
-    # Where sums are large, their rounding is larger than the error of fast noise. NaN and infinity stay as they are:
+    # If sums are large, their rounding is larger than the error of fast noise. NaN and infinity stay as they are:
     # no noise changes them.
     needed = best - best.abs().mul_(2.0**-21).add_(_FAST_ERROR)
     row, column = torch.nonzero((total >= needed) & best.isfinite(), as_tuple=True)

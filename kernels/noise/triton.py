@@ -135,7 +135,7 @@ def update_noisy(scores, tokens, key, best, best_token):
     """
     value, token = tile_argmax(scores, tokens)
     if tl.abs(value) < float("inf"):
-        # Where sums are large, their rounding is larger than the error of fast noise.
+        # If sums are large, their rounding is larger than the error of fast noise.
         margin = _FAST_ERROR + tl.abs(best) * (1.0 / (1 << 21))
         if value + _LARGEST_NOISE + margin >= best:
             bits = token_bits(key, tokens)

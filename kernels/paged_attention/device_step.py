@@ -29,7 +29,7 @@ _MAX_WINDOW = 1 << 30
 
 
 class _Prologue(NamedTuple):
-    """What a launch of attention does first: normalise and rotate queries."""
+    """First part of a launch of attention: normalise and rotate queries."""
 
     rotation: Rotation
     norm: NormWeight | None

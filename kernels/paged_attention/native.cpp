@@ -138,7 +138,7 @@ void write_token(const Step& step, const Layer& layer, int64_t token) {
     }
 }
 
-// Finds the keys and values of an item's tile at position `base`; returns their number. The places after them
+// Finds the keys and values of an item's tile at position `base`; returns their number. The entries after them
 // are those of the last one.
 template <typename C>
 int64_t places(const Step& step, const Layer& layer, const Item& item, int64_t base, const C** keys, const C** values) {

@@ -126,7 +126,7 @@ class Capacity(NamedTuple):
     num_blocks: int
     """Blocks of all rows together."""
     has_long: bool = False
-    """Whether rows of more queries, as prompts are, fit as well."""
+    """True if rows of more queries, as prompts are, fit too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def chunk_of(group: int) -> int:
-    """Bytes that are arranged together when so many inputs share a scale: a thread then reads 16 bytes at a time."""
+    """Bytes that are arranged together if `group` inputs share a scale: a thread then reads 16 bytes at a time."""
     return min(64, group & -group)
 
 

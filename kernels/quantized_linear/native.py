@@ -135,7 +135,7 @@ class NativeQuantizedLinear(NativeProduct):
 
     @property
     def input_form(self) -> tuple[int, int, int] | None:
-        """How inputs are taken: chunk, planes and bits; None: the blocks differ in it, or have an order of inputs."""
+        """Form of the inputs: chunk, planes and bits; None: the blocks differ in it, or have an order of inputs."""
         first = self._inputs[0]
         if len(self._inputs) > 1 or first.order:
             return None

@@ -87,7 +87,7 @@ def most_likely(logits: Tensor) -> tuple[list[int], list[float]]:
         logits: [R, V] float32, V at least 1.
 
     Returns:
-        (token ids [R], the first ones among equals; their logits [R], NaN where any logit of the row is NaN).
+        (token ids [R], the first ones among equals; their logits [R], NaN if any logit of the row is NaN).
     """
     found = _native.most_likely(logits)
     if found is not None:
@@ -147,7 +147,7 @@ def row_stats(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits: [R, V] float32.
 
     Returns:
-        (maximum [R]; sum of exp(logit - maximum) [R]), float32; NaN both where a logit is NaN.
+        (maximum [R]; sum of exp(logit - maximum) [R]), float32; both are NaN if a logit is NaN.
     """
     if use_triton(logits):
         from . import triton_logprobs as _triton

@@ -84,7 +84,7 @@ def _mask_(logits: Tensor, limits: Limits) -> None:
 
 
 def _kth_largest(logits: Tensor, top_k: np.ndarray) -> Tensor:
-    """k-th largest logit of each row, [R]; -inf where k is 0."""
+    """k-th largest logit of each row, [R]; -inf if k is 0."""
     largest = logits.topk(int(top_k.max()), dim=-1).values
     k = _to(top_k, logits, torch.int64).unsqueeze(1)
     kth = largest.gather(1, (k - 1).clamp_(min=0))

@@ -7,7 +7,7 @@ The logits that reach the bound, or are in the range, are put aside, each lane i
 threads, and the bisections run over them, a few tiles instead of the vocabulary. If they do not fit or do not
 suffice, the same bisections run over the row itself: slower, and as exact.
 
-A row or its candidates: logit (lane, j) stands at lane + j * BLOCK for j below the lane's count. Everything about a row
+A row or its candidates: logit (lane, j) is at lane + j * BLOCK for j below the lane's count. Everything about a row
 is computed in an order that depends on the vocabulary alone, never on the batch.
 """
 

@@ -179,7 +179,7 @@ class _Reader:
             fields = self._object(item, here, {"shape", "config", "microseconds"})
             shape = self._shape(KINDS[kernel], fields["shape"], f"{here}.shape")
             if (kernel, shape) in entries:
-                raise self._error(f"{here}.shape", "stands there twice")
+                raise self._error(f"{here}.shape", "is a duplicate")
             config = self._config(KINDS[kernel], fields["config"], f"{here}.config")
             entries[kernel, shape] = ConfigEntry(config, self._times(fields["microseconds"], f"{here}.microseconds"))
 

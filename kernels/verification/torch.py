@@ -27,7 +27,7 @@ GREEDY, INVARIANT, REJECTION = 0, 1, 2
 def verify(logits: Tensor, draft_probs: Tensor | None, requests: Requests) -> tuple[Tensor, Tensor]:
     """`verification.verify` on any device."""
     request, drafts, draft_rows, first, _, rules, seeds, first_positions = (part.cpu().numpy() for part in requests[:8])
-    request = np.maximum(request, 0)  # -1: padding, behind all other rows
+    request = np.maximum(request, 0)  # -1: padding, after all other rows
     rows, rule = np.arange(len(request)), rules[request]
     positions = first_positions[request] + rows - first[request]
 
@@ -79,7 +79,7 @@ class _DraftProbs:
         return q
 
     def residual(self, p: Tensor, weights: Floats, rows: Ints, *, or_p: bool) -> Tensor:
-        """max(w p - q, 0) [m, V] of `rows` [m], where p is [n, V] and w [n]; with `or_p` p itself where that is 0.
+        """max(w p - q, 0) [m, V] of `rows` [m]; p is [n, V] and w [n]; with `or_p` p itself if that is 0.
         May be p's memory if that is all of its rows."""
         p, drafts, draft_rows = _take(p, rows), self.drafts[rows], self._rows[rows]
         if (drafts < 0).all():

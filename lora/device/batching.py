@@ -31,7 +31,7 @@ Rows = Sequence[tuple[Allocation | None, int]]
 PlanRows = Sequence[tuple[AdapterVersion | None, int]]
 """(request.adapter, number of tokens or logits rows); every adapter is that of an admitted request."""
 DraftRows = Sequence[tuple[AdapterVersion | LearntWeights | None, int]]
-"""The same of a drafter's pass; learnt draft weights take the place of the adapter's own."""
+"""The same of a drafter's pass; learnt draft weights replace the adapter's own."""
 TargetDraftRows = Sequence[tuple[AdapterVersion | DraftWeights | None, int]]
 """The same of a pass by which the target drafts for itself."""
 

@@ -253,7 +253,7 @@ class PackedModules(NamedTuple):
         return self.linears.num_bytes + self.vocabulary.num_bytes + rest
 
     @property
-    def bytes_beside_rows(self) -> int:
+    def bytes_outside_rows(self) -> int:
         """Bytes of device memory in addition to the rank rows of the linears. A tied head's rows are copied for it."""
         own = (rows.weight.nbytes for rows in self.own_rows.values())
         vectors = (part.nbytes for part in (*self.gains.values(), *self.biases.values()))

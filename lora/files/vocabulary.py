@@ -122,8 +122,8 @@ class VocabularyReader:
         whole = self._whole(name, group, added) if key else None
         if group.rows:
             whole = self._with_rows(name, group.rows, whole, added)
-        beside = modules[name].keys.keys() if name in modules else set()
-        if whole is not None and beside and (beside - {BIAS} or self._config.bias != "none"):
+        others = modules[name].keys.keys() if name in modules else set()
+        if whole is not None and others and (others - {BIAS} or self._config.bias != "none"):
             extra = group.rows or key
             raise adapter_error(f"{name}: a trained weight ({extra}) with other weights of this module is not served")
         return whole

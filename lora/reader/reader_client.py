@@ -52,7 +52,7 @@ MAX_FAILURES = 3
 """Failures in a row after which it is not started again."""
 
 
-def pays(num_computing: int, *, long_steps: bool = False) -> bool:
+def shortens_steps(num_computing: int, *, long_steps: bool = False) -> bool:
     """True if reading in another process is possible here, and makes steps shorter.
 
     It needs a core in addition to the `num_computing` threads of a step, or long steps. Otherwise the process and the

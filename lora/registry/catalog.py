@@ -99,7 +99,7 @@ class Catalog:
             registered = self._register(version, adapter, pinned=pinned)
             if replaced is not None:
                 earlier = self._registry.requests_of(version.name)
-                replaced.extend(request for request in earlier if request.adapter.digest != adapter.digest)
+                replaced.extend(request for request in earlier if adapter.digest not in request.adapter.digests)
             return registered
 
         self._loads[version] = pending = PendingLoad(register, self.wait, self.info)

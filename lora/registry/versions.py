@@ -55,7 +55,7 @@ class AdapterVersion:
     """Largest rank of the base model's modules; 0 until it was read."""
     rows: int = 0
     """Rank rows on the device."""
-    bytes_beside_rows: int = 0
+    bytes_outside_rows: int = 0
     """Bytes of device memory in addition to them."""
     num_bytes: int = 0
     """Bytes of host memory."""
@@ -94,11 +94,16 @@ class AdapterVersion:
     # Waiting requests by account, since the order of accounts changes, and in each by order. Some may be gone.
     _heaps: dict[Any, list[tuple[Order, int, Request]]] = field(default_factory=dict)
 
+    @property
+    def digests(self) -> list[bytes | None]:
+        """Digest of its content, or those of a mix's parts."""
+        return [part.version.digest for part in self.parts] or [self.digest]
+
     def take_content(self, adapter: Adapter) -> None:
         """Record the properties of the content that was read."""
         self.digest = self.expected = adapter.digest
         self.rank, self.rows, self.num_bytes = adapter.target.rank, adapter.rows, adapter.num_bytes
-        self.bytes_beside_rows = adapter.bytes_beside_rows
+        self.bytes_outside_rows = adapter.bytes_outside_rows
         self.targets_head = adapter.targets_head
         self.is_plain = all(part.is_plain for part in adapter.packed) and not adapter.targets_latents
         self.invocation, self.vocab_size = adapter.target.invocation, adapter.target.vocab_size

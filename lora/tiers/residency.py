@@ -82,7 +82,7 @@ class Residency:
                 f"{format_bytes(limit)} (max_cpu_lora_memory)"
             )
 
-    def check_room_beside_pins(self, name: str, adapter: Adapter) -> None:
+    def check_room_without_pins(self, name: str, adapter: Adapter) -> None:
         """Refuse (AdapterError) an adapter for which the pinned ones leave no room."""
         size, left = self._size(adapter), self.pool.num_rows - self.pool.num_pinned_rows
         if size > left and adapter.digest not in self.pool:
@@ -93,7 +93,7 @@ class Residency:
 
     def _size(self, adapter: Adapter | AdapterVersion) -> int:
         """Return the rank rows that an adapter counts as on the device."""
-        return self.pool.size(adapter.rows, adapter.bytes_beside_rows)
+        return self.pool.size(adapter.rows, adapter.bytes_outside_rows)
 
     # --- host ---
 
@@ -153,7 +153,7 @@ class Residency:
             digest,
             adapter.rows,
             victims,
-            num_bytes=adapter.bytes_beside_rows,
+            num_bytes=adapter.bytes_outside_rows,
             num_draft_rows=adapter.draft_rows,
         )
         if allocation is None:
@@ -274,6 +274,6 @@ def _shown(adapter: Adapter, size: int) -> str:
     if size == adapter.rows:
         return f"{size} rank rows"
     return (
-        f"memory of {size} rank rows ({adapter.rows}, and {format_bytes(adapter.bytes_beside_rows)} for embeddings and "
-        "other weights of its own)"
+        f"memory of {size} rank rows ({adapter.rows}, and {format_bytes(adapter.bytes_outside_rows)} for embeddings "
+        "and other weights of its own)"
     )

@@ -3,7 +3,7 @@
     room that it waits for                what less urgent requests give up
     host memory                           one adapter on the device, so that it can leave host memory
     rank rows                             all rows that come free, and adapters that together have enough rows
-    one of max_loras running adapters     a place that comes free, and the adapter with the fewest running requests
+    one of max_loras running adapters     a slot that comes free, and the adapter with the fewest running requests
 
 So a request waits at most `AGING_SECONDS`. After that it waits for one running request and one load, for each adapter
 that more urgent requests wait for.
@@ -126,7 +126,7 @@ class Aging:
         chosen: set[bytes] = set()
         if starving.digest not in pool:
             rows = pool.num_free
-            needed = pool.size(starving.rows, starving.bytes_beside_rows)
+            needed = pool.size(starving.rows, starving.bytes_outside_rows)
             for digest in unpinned:
                 if rows >= needed:
                     break

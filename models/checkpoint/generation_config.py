@@ -46,7 +46,7 @@ def sampling_defaults(file: Path) -> dict[str, Any]:
     Raises:
         InvalidRequestError: it is no JSON object of a bounded size, or one of these fields has a wrong value.
     """
-    if not file.is_file():  # a pipe or a device would be read for ever
+    if not file.is_file():  # a pipe or a device would be read forever
         return {}
     if file.stat().st_size > _MAX_BYTES:
         raise InvalidRequestError(f"{file} is larger than {_MAX_BYTES} bytes", param=PARAM)

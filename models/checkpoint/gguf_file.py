@@ -29,7 +29,7 @@ _HEAD_MODULES = {"token_norm": "enorm", "hidden_norm": "hnorm", "fc": "eh_proj",
 """Modules of a head for multi-token prediction in a file, by their canonical names."""
 _SHORT_DIVISORS, _LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"
 
-# Keys of config.json by those of a GGUF file, where the architecture's name stands before them.
+# Keys of config.json by those of a GGUF file, in which the architecture's name precedes them.
 _KEYS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",

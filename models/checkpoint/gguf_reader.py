@@ -31,7 +31,7 @@ class GgufFile(NamedTuple):
 
 
 def open_gguf(path: Path, *, tensors: bool = True) -> GgufFile:
-    """Read fields and the places of all tensors; of a split model, `path` is the first part.
+    """Read fields and the offsets of all tensors; of a split model, `path` is the first part.
 
     Args:
         tensors: False when fields suffice, which are in the first part.

@@ -1,4 +1,4 @@
-"""Tokenizer of a GGUF file: built by transformers, mended where its parts do not follow the file."""
+"""Tokenizer of a GGUF file: built by transformers, corrected if its parts do not follow the file."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ NameOf = Callable[[str], str | None]
 
 
 class ModelOptions(NamedTuple):
-    """Options of a model in addition to its sizes and places."""
+    """Options of a model in addition to its sizes and paths."""
 
     impl: str = AUTO
     """See `models.implementation.read_config`."""

@@ -23,7 +23,7 @@ def resolve_model_path(
     Args:
         draft: the files are a draft head's.
         revision: branch, tag or commit of the hub id.
-        cache_dir: the hub's cache; None: where its library keeps it.
+        cache_dir: the hub's cache; None: its library's own.
 
     Raises:
         NotFoundError: it is neither.

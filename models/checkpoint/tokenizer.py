@@ -76,7 +76,7 @@ def _load(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     _warn_of_code(directory)
-    # Beside a tekken.json, and where mistral-common is installed, it would choose a tokenizer without a template.
+    # Next to a tekken.json, and if mistral-common is installed, it would choose a tokenizer without a template.
     with _no_tiktoken_cache():
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False, mistral_format=False

@@ -20,7 +20,7 @@ class Block:
     norm_bias: bool = True
     """True: norms have biases."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Norm of attention, and norm of the MLP; one for both where the two are computed side by side."""
+    """Norm of attention, and norm of the MLP; one for both if the two are computed in parallel."""
     embedding: str = "model.embed_tokens"
     final_norm: str | None = "model.norm"
     head: str = "lm_head"

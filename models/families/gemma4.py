@@ -13,7 +13,7 @@ from .varied_layers import SideExperts, VariedLayers, input_sizes, kv_sources
 _LAYER_KEYS = {"head_dim", "num_key_value_heads"}
 """Keys that `per_layer_config` may have."""
 _PERIOD = 6
-"""Every so many layers, one sees everything, unless the file lists the layers."""
+"""One of this number of layers sees everything, unless the file lists the layers."""
 
 
 def _derived(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,7 +150,7 @@ _DEEPSEEK_KEYS = {
 }
 """Keys of DeepSeek's config.json by those of a file."""
 _DEEPSEEK_GROUPS = {160: (8, 3), 256: (8, 4)}
-"""Groups, and groups that a token visits, of the models with so many experts, whose older files do not state them."""
+"""Groups, and groups that a token visits, of models by their number of experts; older files do not state them."""
 _SIGMOID = 2
 """Number of the sigmoid in `expert_gating_func`."""
 _LOG_MULTIPLIER = 0.1
@@ -269,4 +269,4 @@ DEEPSEEK_SPLITS = {"deepseek-v3"}
 FALCON_SPLITS = {"falcon"}
 """Splits as Falcon's: punctuation, then words, then numbers in threes."""
 SPLITS_OF_WHOLE_WORDS = frozenset("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken".split())
-"""Splits after which a known word is not merged, and where text begins with a token for that."""
+"""Splits after which a known word is not merged, and before which text begins with a token for that."""

@@ -1,11 +1,13 @@
 """Kimi Linear: Kimi Delta Attention, with latent attention without rotation in each fourth layer, and experts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..config_values import positive, shown, wrong
+from .deepseek_v3 import EXPERTS
 from .state_layers import DeltaNames, DeltaNet, kernel_size, state_layers
-from .traits import ExpertTraits, FamilyTraits
+from .traits import FamilyTraits
 
 _NAMES = DeltaNames(
     qkv=("q_proj", "k_proj", "v_proj"),
@@ -109,14 +111,5 @@ TRAITS = FamilyTraits(
     latent=True,
     constants={"mla_use_nope": 1, "moe_layer_freq": 1},
     states=_states,
-    experts=ExpertTraits(
-        block="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
-        rounded=False,
-        ungated=True,
-        grouped=True,
-        sigmoid=True,
-        correction="gate.e_score_correction_bias",
-        float_router=True,
-    ),
+    experts=replace(EXPERTS, block="block_sparse_moe", projections=("w1", "w3", "w2")),
 )

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: OLMo 2's layers, and gated delta nets behind norms in three of four, mostly without a rotation."""
+"""OLMo Hybrid: OLMo 2's layers, and gated delta nets after norms in three of four, mostly without a rotation."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -14,7 +14,7 @@ from .varied_layers import VariedLayers
 
 
 class NormNames(NamedTuple):
-    """Names of a layer's norms in the checkpoint; None: there is no norm at that place."""
+    """Names of a layer's norms in the checkpoint; None: there is no such norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -31,7 +31,7 @@ PRE_NORMS = NormNames()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTraits:
     """Properties of a family whose layers have experts (Shazeer et al. 2017): keys of its config.json, and names of its
-    tensors in a checkpoint where each expert has its own."""
+    tensors in a checkpoint in which each expert has its own."""
 
     block: str = "mlp"
     """Module of a layer that holds the router `gate` and the experts."""

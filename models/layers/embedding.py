@@ -48,7 +48,7 @@ class OwnRowSite(Protocol):
         ...
 
     def lookup(self, y: Tensor, input_ids: Tensor, adapters: Any) -> None:
-        """Replace y [T, H] where a token's adapter has a row for it; y is mutated."""
+        """Replace y [T, H] of each token whose adapter has a row for it; y is mutated."""
 
     def logits(self, y: Tensor, hidden: Tensor, adapters: Any) -> Tensor:
         """Logits of the adapters' own rows in place of y [R, vocab], or after it: an adapter may have more tokens."""
@@ -120,7 +120,7 @@ class Embedding:
         self.tied = tied
         """True when the head's weight is the table."""
         self.quantize: Callable[[Tensor], QuantizedWeight] | None = None
-        """Function that quantises table and head when they are loaded, set before by who wants it."""
+        """Function that quantises table and head when they are loaded, set before loading."""
         self.single_copy = False
         """True: no copy of a tied table is kept next to the head if that can be avoided, though lookups are slower;
         set before it is loaded."""
@@ -173,7 +173,7 @@ class Embedding:
 
     def mask(self, logits: Tensor, adapters: Any) -> None:
         """Set logits [R, W] to -inf for tokens that a row's adapter does not have. `logits` does this already; needed
-        once more where the model scales them afterwards."""
+        once more if the model scales them afterwards."""
         if self.own_rows and adapters is not None:
             self.own_rows.mask(logits, adapters)
 

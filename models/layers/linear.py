@@ -114,7 +114,7 @@ class Linear:
         self.row_squares: Tensor | None = None
         """[out] float32, once loaded: squared norm of each row of W, which cannot be read any more."""
         self.quantize: Callable[[Tensor], QuantizedWeight] | None = None
-        """Function that quantises each projection when it is loaded, set before by who wants it."""
+        """Function that quantises each projection when it is loaded, set before loading."""
         self._bias = bias
         self._dtype = dtype
         self._device = device
@@ -150,7 +150,7 @@ class Linear:
         return y
 
     def fuses(self, num_tokens: int, adapters: Any) -> bool:
-        """True if `forward_fused` serves so many tokens with these adapters."""
+        """True if `forward_fused` serves `num_tokens` tokens with these adapters."""
         if self._few is None or not 0 < num_tokens <= self._few.most_rows:
             return False
         if self.lora is None or adapters is None:

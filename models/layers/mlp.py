@@ -17,7 +17,7 @@ from .weights import RenamedSlot, WeightSlot
 
 
 class Mlp(Protocol):
-    """Computation behind a layer's second norm."""
+    """Computation after a layer's second norm."""
 
     def forward(self, x: Tensor, batch: AdapterRows, residual: Tensor | None = None) -> Tensor:
         """Compute a new tensor [T, H] from x [T, H]; `residual` [T, H] is added."""
@@ -91,7 +91,7 @@ class GatedMlp:
         return y if residual is None else y.add_(residual)
 
     def fuses(self, num_tokens: int, adapters: Any) -> bool:
-        """True if `forward_fused` serves so many tokens with these adapters."""
+        """True if `forward_fused` serves `num_tokens` tokens with these adapters."""
         is_plain = self._scales == (1.0, 1.0) and self._deviations is None and self._activation in ACTIVATIONS
         return is_plain and all(linear.fuses(num_tokens, adapters) for linear in self.linears())
 
@@ -101,7 +101,7 @@ class GatedMlp:
         return self._down.forward_fused(inner, batch, residual=hidden)
 
     def _cut(self, gate: Tensor, deviations: float) -> None:
-        """Lower the gate [T, I] by its mean and so many standard deviations, to 0 at least, in place (Gemma 3n)."""
+        """Lower the gate [T, I] in place by its mean and `deviations` standard deviations, to at least 0 (Gemma 3n)."""
         own = gate.contiguous()
         mean, deviation = own.mean(-1, keepdim=True), own.std(-1, keepdim=True, unbiased=False)
         if self.gather is not None:  # the variance of all is that within ranks, and that between them

@@ -49,7 +49,7 @@ class ScoreSite(Protocol):
     """Score matrices that adapters bring themselves."""
 
     def score(self, adapters: Any) -> Tensor | None:
-        """Score matrix [labels, H] float32 of a batch of one row; None where its adapter has none."""
+        """Score matrix [labels, H] float32 of a batch of one row; None if its adapter has none."""
 
 
 class ScoreHead:

@@ -41,7 +41,7 @@ class WeightSlot:
             self.load(weight.dequantized())
 
     def transposed(self) -> WeightSlot:
-        """Slot for the same matrix where the checkpoint stores it transposed, unless it is quantised."""
+        """Slot for the same matrix if the checkpoint stores it transposed, unless it is quantised."""
         load, remember = self.load, self.remember
 
         def turned(weight: Weight) -> Weight:

@@ -212,7 +212,7 @@ class Grouped:
 
 
 def num_groups(inputs: int, group_size: int) -> tuple[int, int]:
-    """Inputs of a group and number of groups, where a size of -1 stands for all inputs."""
+    """Inputs of a group and number of groups; a size of -1 stands for all inputs."""
     group = max(1, inputs if group_size == -1 else min(group_size, inputs))
     return group, -(-inputs // group)
 

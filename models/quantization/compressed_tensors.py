@@ -6,7 +6,7 @@ int-quantized    weight int8 [O, I], weight_scale [1], [O, 1] or [O, G], maybe w
 float-quantized  weight float8 [O, I], weight_scale of a tensor, rows or blocks
 
 Inputs are rounded to int8 if the config says so for an int8 weight with one scale for each row (W8A8), with a scale
-of their own for each token, also where the file has fixed ones. Inputs of float8 weights are rounded as `fp8.py` says.
+of their own for each token, even if the file has fixed ones. Inputs of float8 weights are rounded as `fp8.py` says.
 All other inputs stay as they are.
 """
 

@@ -257,7 +257,7 @@ def _check_windows(architecture: str, config: Any, calls: list[AttentionCall]) -
 
 
 def context_length(architecture: str, config: Any) -> int:
-    """Context length in tokens. LongRoPE turns all rows of a pass alike, so it ends with the short context, also where
+    """Context length in tokens. LongRoPE turns all rows of a pass alike, so it ends with the short context, even if
     layers of one type alone have it."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:

@@ -1,7 +1,7 @@
 """Experts of transformers' models whose weights are 3-D tensors: computed as those of native families, with adapters.
 
 transformers marks such a class (`use_experts_implementation`): gate_up_proj [E, 2I, H] and down_proj [E, H, I], which
-may be transposed, with or without biases. What stands between them is recognised by the numbers that it computes.
+may be transposed, with or without biases. The operations between them are recognised by the numbers that it computes.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class TransformersModel:
         """Build the model.
 
         Raises:
-            InvalidRequestError: `batch_invariant` is asked for.
+            InvalidRequestError: `batch_invariant` is requested.
         """
         if config.batch_invariant:
             raise InvalidRequestError(
@@ -110,7 +110,7 @@ class TransformersModel:
                 replace_rotation(module, self._state.noted)
 
     def _put_linears(self, keep: nn.Module) -> None:
-        """Put our linear layers in the places of the model's, but for `keep`; those of one input are merged."""
+        """Replace the model's linear layers, except `keep`, by ours; those of one input are merged."""
         plain: dict[str, Any] = {}
 
         def bare(name: str, module: nn.Module) -> nn.Module:

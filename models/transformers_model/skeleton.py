@@ -111,14 +111,14 @@ def find_linears(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def replace_linears(model: nn.Module, make: Callable[[str, nn.Module], nn.Module], keep: object = None) -> None:
-    """Put `make(name, module)` in the place of every plain Linear and Conv1D, except `keep`."""
+    """Replace every plain Linear and Conv1D, except `keep`, by `make(name, module)`."""
     for module, name in find_linears(model).items():
         if module is not keep:
             replace(model, name, make(name, module))
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` in the place of the submodule `name`."""
+    """Replace the submodule `name` by `module`."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
 

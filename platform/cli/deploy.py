@@ -121,7 +121,7 @@ def _deploy(config: ServerConfig, address: str | None, app: Any, command: str) -
     except InterruptedStartError:
         return 0
     except RuntimeError as error:
-        raise OutriderError(f"the replicas do not start, for the reason that stands above ({_line(error)})") from None
+        raise OutriderError(f"the replicas do not start, for the reason above ({_line(error)})") from None
     except OutriderError:
         raise
     except Exception as error:  # Ray's errors have no common base

@@ -67,36 +67,46 @@ def describe_trial(options: TrainOptions, held_out: Sequence[Sample]) -> Iterato
 
 
 def run_trials(options: TrainOptions, prompts: Sequence[list[int]]) -> list[Trial]:
-    """Trials with 1, 2, 4 ... drafts, up to `options.k`."""
+    """Trials with 1, 2, 4 ... drafts, up to `options.k` or as many as the drafter makes.
+
+    Raises:
+        OutriderError: draft weights cannot be served, since no adapter is given that they are for.
+    """
     from ..client.llm import LLM
     from ..core.lora_request import LoRARequest
 
     engine: dict[str, Any] = {"dtype": options.dtype, "device": options.device, "max_num_seqs": 1, "seed": 0}
     engine |= {"enable_prefix_caching": False}
     is_weights = options.method == "draft-lora"
+    if is_weights and options.adapter is None:
+        raise OutriderError("draft weights are served with an adapter; --adapter names none")
     lora = None
     if options.adapter is not None:
-        draft_path = options.output if is_weights else None
+        draft_path = options.output if options.method in ("draft-lora", "uno") else None
         lora = LoRARequest("target", path=options.adapter, draft_path=draft_path)
         ranks = [largest_rank(Path(folder)) for folder in (options.adapter, draft_path) if folder]
         engine |= {"enable_lora": True, "max_lora_rank": max(ranks)}
     with LLM(options.model, **engine) as llm:
         plain = _decode(llm, prompts, lora, None)
-    config = {"model": (options.draft if is_weights else options.output), "num_speculative_tokens": options.k}
-    config |= {"method": _method(options), "adaptive": False}
-    numbers = sorted({options.k, *(n for n in (1, 2, 4, 8, 16) if n < options.k)})
+    method, most = _served(options)
+    config = {"model": (options.draft if is_weights else options.output), "num_speculative_tokens": most}
+    config |= {"method": method, "adaptive": False}
+    numbers = sorted({most, *(n for n in (1, 2, 4, 8, 16) if n < most)})
     with LLM(options.model, **engine, speculative_config=config) as llm:
         return [_compare(plain, _decode(llm, prompts, lora, number), number) for number in numbers]
 
 
-def _method(options: TrainOptions) -> str:
-    """The method of speculation that serves the drafter."""
-    if options.method != "draft-lora":
-        return options.method
-    from ...spec_decode.training.build import read_head
+def _served(options: TrainOptions) -> tuple[str, int]:
+    """The method of speculation that serves the drafter, and the most drafts of a step."""
+    method, block = options.method, options.block_size
+    if options.draft is not None:
+        from ...spec_decode.training.build import StoredBlocks, read_head
 
-    head = read_head(options)
-    return "draft_model" if head is None else head.method
+        head = read_head(options)
+        method = "draft_model" if head is None else head.method
+        block = head.config.block_size if isinstance(head, StoredBlocks) else block
+    own = {"medusa": options.medusa_heads, "dflash": block - 1, "dspark": block, "uno": block}
+    return method, min(options.k, own.get(method, options.k))
 
 
 def _decode(llm: LLM, prompts: Sequence[list[int]], lora: LoRARequest | None, num_drafts: int | None) -> Decoding:

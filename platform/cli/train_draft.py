@@ -172,7 +172,7 @@ def run(namespace: argparse.Namespace) -> int:
         measured = train_draft(options, samples, held_out, _report, begin)
     except (KeyboardInterrupt, SystemExit):
         print(
-            f"interrupted; the same command with --resume goes on from the checkpoint in {options.output}", flush=True
+            f"interrupted; the same command with --resume continues from the checkpoint in {options.output}", flush=True
         )
         raise
     print(f"acceptance length {measured.acceptance_length:.3f} with {options.k} drafts; written to {options.output}")

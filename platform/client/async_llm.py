@@ -50,7 +50,7 @@ class AsyncLLM(AsyncEngineLife):
 
     Options are those of `EngineArgs`, by keyword; `AsyncLLM()` is the embedded demo model. When the engine process
     dies, running requests fail with EngineDeadError, and it is started again; adapters that had been loaded are
-    loaded again. `sources` adds to the places that adapters come from: folders, the hub and object stores.
+    loaded again. `sources` adds to the sources of adapters: folders, the hub and object stores.
     """
 
     adapters: LoadedAdapters
@@ -180,7 +180,7 @@ class AsyncLLM(AsyncEngineLife):
         self.engine.process()
 
     async def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters; they start anew when the engine has been started again."""
+        """A snapshot of the engine's counters; they start from zero when the engine has been started again."""
         return cast(EngineStats, await self.engine.call("stats"))
 
     async def get_metrics(self) -> list[Metric]:
@@ -269,7 +269,7 @@ class AsyncLLM(AsyncEngineLife):
         """Generate the assistant's next turn of a conversation.
 
         `options` are those of `ChatOptions` and of `RequestOptions`; the rest is as in `generate`. The chat template in
-        an adapter's folder takes the place of the model's.
+        an adapter's folder replaces the model's.
         """
         return self._streams.chat(messages, sampling_params, request_id, lora_request, delta, options)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ..core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from ..core.errors import OutriderError, invalid
+from ..core.errors import RequestAbortedError, invalid
 from ..core.messages import EngineInfo, EngineRequest
 from ..core.outputs import Logprob, RequestOutput
 from ..core.sampling_params import SamplingParams, quote_for_error
@@ -122,13 +122,13 @@ def step_params(params: BeamSearchParams, info: EngineInfo) -> SamplingParams:
 
 
 _STEP = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, speculative=False, ignore_eos=True)
-"""Parameters of a step: one token, and the most likely ones at its place."""
+"""Parameters of a step: one token, and the most likely ones at its position."""
 
 
 def _candidates(output: RequestOutput) -> dict[int, Logprob]:
     [completion] = output.outputs
     if not completion.logprobs:
-        raise OutriderError("the request was aborted")
+        raise RequestAbortedError("the request was aborted before it had a result; send it again")
     return completion.logprobs[0]
 
 

@@ -68,7 +68,7 @@ def asleep() -> AsleepError:
 
 
 def level_on(device: str, level: int) -> int:
-    """The level of sleep that a device has for the one that is asked for."""
+    """The level of sleep that a device has for the one that is requested."""
     if level not in (1, 2):
         raise invalid("level", f"must be 1 or 2, got {level!r}")
     return level if device == "cpu" else 2

@@ -1,10 +1,12 @@
-"""Verbs that stop an engine for a time: `EngineLife` of `LLM` and `LLMEngine`, `AsyncEngineLife` of `AsyncLLM`."""
+"""Verbs of an engine apart from its requests and adapters, most of which stop it for a time: `EngineLife` of `LLM` and
+`LLMEngine`, `AsyncEngineLife` of `AsyncLLM`."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from ..core.kv_events import KVEventSource
 from .weight_updates import AppliedUpdate, check_version, weight_sources
 
 if TYPE_CHECKING:
@@ -94,6 +96,10 @@ class EngineLife:
         """Label of the weights: that of the last update with one, or "default"."""
         return self._engine.weights.version
 
+    def kv_event_sources(self) -> list[KVEventSource]:
+        """Addresses at which events of the prefix cache are published; [] without `kv_events_config`."""
+        return cast(list[KVEventSource], self._engine.call("kv_event_sources"))
+
 
 class AsyncEngineLife:
     """Verbs of an engine in a process of its own."""
@@ -150,3 +156,7 @@ class AsyncEngineLife:
     async def weight_version(self) -> str:
         """See `LLM.weight_version`."""
         return self.engine.weights.version
+
+    async def kv_event_sources(self) -> list[KVEventSource]:
+        """See `LLM.kv_event_sources`. Those of an engine process that is started again may differ."""
+        return cast(list[KVEventSource], await self.engine.call("kv_event_sources"))

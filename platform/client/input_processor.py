@@ -1,6 +1,6 @@
 """Prompts and parameters as users give them to requests for the engine.
 
-Everything that needs the vocabulary or the context length is checked here, before the engine hears of a request.
+Everything that needs the vocabulary or the context length is checked here, before the engine gets a request.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class InputProcessor:
         # Some models name end tokens that their vocabulary lacks: those can never be said.
         self.eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < info.vocab_size]
         self.shared_prefixes = SharedPrefixes()
-        """Beginnings of prompts that all tenants share; set by the operator, never by a request."""
+        """Prefixes of prompts that all tenants share; set by the operator, never by a request."""
         self._info = info
         self._root = self  # whose shared prefixes count
         self._renamed: str | None = None  # a token that an adapter's tokenizer has elsewhere
@@ -82,6 +82,7 @@ class InputProcessor:
         params: SamplingParams | Defaults | None = None,
         *,
         lora: LoRA | None = None,
+        default_max_tokens: int | None = None,
         arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Prepared:
@@ -90,10 +91,12 @@ class InputProcessor:
         Args:
             prompt: a `ParsedPrompt` is not checked again.
             params: not changed; None is `Defaults()`.
+            default_max_tokens: `max_tokens` of `params` without any, or fewer if the context ends first; None: as many
+                as fit.
             arrival_time: `Prepared.arrival_time`; by default it is now.
 
         Raises:
-            PromptTooLongError: prompt and tokens asked for exceed `max_model_len`.
+            PromptTooLongError: prompt and tokens requested exceed `max_model_len`.
             InvalidRequestError: anything else that is wrong, with the field in `param`.
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
@@ -109,9 +112,8 @@ class InputProcessor:
         kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
         if params is None or isinstance(params, Defaults):
             params = SamplingParams(**({} if params is None else params.fields))
-            room = self._info.max_model_len - len(prompt.token_ids)
-            params.max_tokens = max(1, min(params.max_tokens or 1, room))
-        resolved, ignored = self._resolve_params(params, prompt, self.num_ids(lora))
+            default_max_tokens, params.max_tokens = params.max_tokens, None
+        resolved, ignored = self._resolve_params(params, default_max_tokens, prompt, self.num_ids(lora))
         return Prepared(request_id, self, prompt, resolved, lora, options, kind, arrival_time, ignored)
 
     def num_ids(self, lora: LoRA | None) -> int:
@@ -234,15 +236,18 @@ class InputProcessor:
     # --- parameters -----------------------------------------------------------------------------------------------
 
     def _resolve_params(
-        self, params: SamplingParams, prompt: ParsedPrompt, num_ids: int
+        self, params: SamplingParams, default_max_tokens: int | None, prompt: ParsedPrompt, num_ids: int
     ) -> tuple[SamplingParams, list[str]]:
-        """A copy of `params` with the limits filled in, checked against the model, and the places of keywords of its
+        """A copy of `params` with the limits filled in, checked against the model, and the paths of keywords of its
         schema that do not hold."""
         if not isinstance(params, SamplingParams):
             raise invalid("sampling_params", f"must be SamplingParams, got {params!r}")
+        limit, length = self._info.max_model_len, len(prompt.token_ids)
+        if params.max_tokens is None and default_max_tokens is not None:
+            params = params.clone(max_tokens=max(1, min(default_max_tokens, limit - length)))
         room = check_context(
-            self._info.max_model_len,
-            len(prompt.token_ids),
+            limit,
+            length,
             1 if params.max_tokens is None else params.max_tokens,
             only_scores=params.only_scores,
             prompt=prompt.field,
@@ -288,7 +293,7 @@ class InputProcessor:
         return start or marks[0], marks[1]
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of the bad words, each as it stands at the start of a text and after a space. One that has no
+        """Token ids of the bad words, each as it is tokenized at the start of a text and after a space. One that has no
         tokens is refused by `check_params`."""
         return [list(ids) for ids in self._tokenized_words(tuple(params.bad_words or ()))]
 

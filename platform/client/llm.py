@@ -162,7 +162,7 @@ class LLM(EngineLife):
         """Generate the assistant's next turn of one conversation, or of each of a list of them.
 
         `options` are those of `ChatOptions`, the same for all, and those of `generate`; the rest is as in `generate`.
-        The chat template in an adapter's folder takes the place of the model's.
+        The chat template in an adapter's folder replaces the model's.
         """
         if not isinstance(messages, Sequence) or not messages:
             raise invalid("messages", "must be a non-empty list")

@@ -162,7 +162,7 @@ class RequestState:
         if sequence.index == 0:  # the others find the first one's blocks in the cache
             metrics.num_cached_tokens = max(metrics.num_cached_tokens, delta.num_cached_tokens)
             metrics.queue_seconds = max(metrics.queue_seconds, delta.queue_seconds)
-            metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
+        metrics.adapter_digest = metrics.adapter_digest or delta.adapter_digest
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = PromptLogprobs(self._prompt_token_ids, delta.prompt_logprobs, self._vocabulary)
         if delta.pooled is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...models.checkpoint.json_files import read_json
-from ..core.errors import InvalidRequestError, NotFoundError, OutriderError, invalid
+from ..core.errors import InvalidRequestError, NotFoundError, RequestAbortedError, invalid
 from ..core.messages import EngineInfo
 from ..core.outputs import RequestOutput
 from ..core.pooling import (
@@ -73,7 +73,7 @@ def _sampling(info: EngineInfo, params: PoolingParams | None) -> SamplingParams:
 
 def _vector(params: PoolingParams | None, output: RequestOutput, *, normalize: bool = True) -> list[float]:
     if output.pooled is None:
-        raise OutriderError("the request was aborted")
+        raise RequestAbortedError("the request was aborted before it had a result; send it again")
     return (params or PoolingParams()).vector(output.pooled, normalize=normalize)
 
 
@@ -90,7 +90,7 @@ def encoding(output: RequestOutput, params: PoolingParams | None) -> PoolingRequ
 def classification(output: RequestOutput) -> ClassificationRequestOutput:
     """The result of `classify` for one prompt."""
     if output.pooled is None:
-        raise OutriderError("the request was aborted")
+        raise RequestAbortedError("the request was aborted before it had a result; send it again")
     return _result(ClassificationRequestOutput, output, ClassificationOutput(output.pooled))
 
 

@@ -66,7 +66,7 @@ class Prepared:
     arrival_time: float = 0.0
     """Monotonic time at which it was accepted; latencies are counted from there."""
     ignored_keywords: list[str] = field(default_factory=list)
-    """Places of keywords of its schema that do not hold."""
+    """Paths of keywords of its schema that do not hold."""
     loaded: frozenset[str] = frozenset()
     """Names of its adapters that were loaded when it was checked. It runs with what these names mean then."""
 

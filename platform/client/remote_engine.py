@@ -198,6 +198,8 @@ class RemoteEngine:
         await self._on_restart(process)
         if self.is_paused:
             await process.call("pause", mode="keep", clear_cache=False)
+            if not self.is_paused:  # resumed meanwhile
+                await process.call("resume")
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait at most `timeout` seconds for the running ones; True when all have finished.
@@ -205,7 +207,9 @@ class RemoteEngine:
         self._draining = True
         with contextlib.suppress(TimeoutError, OutriderError):
             async with asyncio.timeout(timeout):
-                await (self._frozen() if self.is_paused else self._pacer.idle.wait())
+                await self._frozen()
+                if not self.is_paused:
+                    await self._pacer.idle.wait()
         return self._pacer.idle.is_set()
 
     def close(self) -> Awaitable[None]:
@@ -240,8 +244,12 @@ class RemoteEngine:
         async with self._lock:
             if self.sleep_level:
                 raise asleep()
-            await self.process().call("pause", mode=mode, clear_cache=clear_cache)
-            self.is_paused = True
+            before, self.is_paused = self.is_paused, True  # also for a caller who is cancelled, and resumes
+            try:
+                await self.process().call("pause", mode=mode, clear_cache=clear_cache)
+            except OutriderError:
+                self.is_paused = before
+                raise
         await self._frozen()
         if not self.is_paused:
             raise InvalidUserInputError("generation was resumed before the running requests had finished")
@@ -252,24 +260,27 @@ class RemoteEngine:
             await asyncio.sleep(_PAUSE_POLL_SECONDS)
 
     async def resume(self) -> None:
-        """See EngineClient. AsleepError while it sleeps."""
+        """See EngineClient. AsleepError while it sleeps. EngineDeadError: it died, and the next one is not paused."""
         await self.start()
         async with self._lock:
             if self.sleep_level:
                 raise asleep()
+            self.is_paused = False  # a process that is being started again, too
             await self.process().call("resume")
-            self.is_paused = False
 
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def update_weights(self, update: AppliedUpdate, version: str | None) -> None:
-        """See EngineClient. AsleepError while it sleeps."""
+        """See EngineClient. AsleepError while it sleeps. It goes on if its caller is cancelled."""
         await self.start()
         async with self._lock:
             if self.sleep_level:
                 raise asleep()
-            is_whole = await self.process().call("update_weights", **update.arguments())
-            self.weights.add(update, is_whole=is_whole, version=version)
+            await asyncio.shield(self._update_weights(self.process(), update, version))
+
+    async def _update_weights(self, process: EngineProcess, update: AppliedUpdate, version: str | None) -> None:
+        is_whole = await process.call("update_weights", **update.arguments())
+        self.weights.add(update, is_whole=is_whole, version=version)
 
     # --- sleep ----------------------------------------------------------------------------------------------------
 

@@ -120,11 +120,13 @@ class RequestStreams:
         request_id: str | None = None,
         *,
         lora_request: AnyLoRA | None = None,
+        default_max_tokens: int | None = None,
         arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Prepared:
         """Tokenize and check a request, for `run`. Latencies are counted from `arrival_time` on the monotonic clock, by
-        default from now. Errors are those of the first iteration of `generate`."""
+        default from now. `default_max_tokens`: as in `InputProcessor.prepare`. Errors are those of the first iteration
+        of `generate`."""
         take_options("AsyncLLM.prepare()", options)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         self.engine.check_admits()
@@ -133,7 +135,13 @@ class RequestStreams:
         check_request_id(request_id)
         self.adapters.int_ids.record(lora_request)
         return await self.text_side.requests.prepare(
-            prompt, sampling_params, request_id, lora_request=lora_request, arrival_time=arrival_time, **options
+            prompt,
+            sampling_params,
+            request_id,
+            lora_request=lora_request,
+            default_max_tokens=default_max_tokens,
+            arrival_time=arrival_time,
+            **options,
         )
 
     async def run(self, prepared: Prepared, *, delta: bool = False) -> AsyncGenerator[RequestOutput]:

@@ -57,6 +57,7 @@ class RequestMaker:
         request_id: str,
         *,
         lora_request: AnyLoRA | None,
+        default_max_tokens: int | None = None,
         arrival_time: float | None = None,
         **options: Unpack[RequestOptions],
     ) -> Steps[Prepared]:
@@ -69,7 +70,14 @@ class RequestMaker:
         chosen = params if params is not None else Defaults((yield from self._defaults.of(local)))
         processor = yield from self.processor_of(local)
         check = functools.partial(
-            processor.prepare, request_id, prompt, chosen, lora=lora, arrival_time=arrival_time, **options
+            processor.prepare,
+            request_id,
+            prompt,
+            chosen,
+            lora=lora,
+            default_max_tokens=default_max_tokens,
+            arrival_time=arrival_time,
+            **options,
         )
         if has_new_constraint(params):
             prepared = yield from wait_for(CHECKER.thread.submit(check))

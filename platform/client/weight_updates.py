@@ -33,9 +33,13 @@ class WeightUpdates:
         """Label of the weights: that of the last update."""
 
     def add(self, update: AppliedUpdate, *, is_whole: bool, version: str | None) -> None:
-        """Record an update that the engine has made; one of all weights takes the place of those before it."""
-        if is_whole:
-            self.applied = [before for before in self.applied if before.draft != update.draft]
+        """Record an update that the engine has made. One of all weights replaces those before it, and any one replaces
+        an earlier one from the same files."""
+        self.applied = [
+            before
+            for before in self.applied
+            if before.draft != update.draft or not (is_whole or before.sources == update.sources)
+        ]
         self.applied.append(update)
         self.version = self.version if version is None else version
 

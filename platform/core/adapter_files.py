@@ -34,7 +34,7 @@ DRAFT_FOLDER = "draft"
 """Folder of the same files for a drafter, or of such folders by method of speculation."""
 
 IN_MEMORY = "in-memory:"
-"""Beginning of the path of an adapter that has no folder: its files are in the memory of the client's process."""
+"""Prefix of the path of an adapter that has no folder: its files are in the memory of the client's process."""
 ANYWHERE: tuple[str, ...] = ("/",)
 """Roots of a folder whose files may lie anywhere."""
 _NAMES = frozenset((*ADAPTER_FILES, *TEXT_FILES, *INDEX_FILES))

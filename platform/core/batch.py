@@ -106,13 +106,13 @@ class RowResult(NamedTuple):
     """The accepted drafts and the next token; empty when the row did not reach its end."""
     num_accepted: int = 0
     logprobs: list[TokenLogprobs] | None = None
-    """Aligned with `token_ids`, when asked for."""
+    """Aligned with `token_ids`, when requested."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Log-probabilities at the prompt positions start+1 .. of this chunk, when asked for."""
+    """Log-probabilities at the prompt positions start+1 .. of this chunk, when requested."""
     pooled: Any = None
-    """[H] float32 tensor on the CPU: this chunk's part of the prompt's pooled hidden states, when asked for."""
+    """[H] float32 tensor on the CPU: this chunk's part of the prompt's pooled hidden states, when requested."""
     error: ErrorInfo | None = None
-    """Error when this sequence cannot go on; then nothing else is set."""
+    """Error when this sequence cannot continue; then nothing else is set."""
     is_deferred: bool = False
     """True when the row reached its end but nothing could be sampled yet; its last token is computed again."""
 

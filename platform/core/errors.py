@@ -50,7 +50,7 @@ def invalid(param: str, problem: str) -> InvalidRequestError:
 
 
 class PromptTooLongError(InvalidRequestError):
-    """Prompt plus the tokens asked for do not fit `max_model_len`."""
+    """Prompt plus the tokens requested do not fit `max_model_len`."""
 
     type = "ContextLengthExceeded"
     counts: tuple[int, int, int] | None = None
@@ -103,6 +103,13 @@ class AdapterReplacedError(OutriderError):
 
     type = "AdapterReplaced"
     status = 409
+
+
+class RequestAbortedError(OutriderError):
+    """The request was aborted before it had a result, as by a pause; a retry may have one."""
+
+    type = "RequestAborted"
+    status = 503
 
 
 class AuthenticationError(OutriderError):

@@ -75,7 +75,7 @@ def _shown_exception(formatter: logging.Formatter, info: _ExcInfo) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """One record a line, with its fields behind the message."""
+    """One record a line, with its fields after the message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -204,7 +204,7 @@ class LoRAMix(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name under which its requests are counted: "a+b", without the weights, which any client may choose anew."""
+        """Name under which its requests are counted: "a+b", without the weights, which each request may choose."""
         return "+".join(part.request.name for part in self.parts)
 
 
@@ -241,7 +241,7 @@ def mix_of(parts: Iterable[tuple[LoRARequest, Any]], *, param: str = "lora_reque
 
 
 def split_mix(text: str, is_name: Callable[[str], bool]) -> list[tuple[str, float]] | None:
-    """The names and weights of a mix written as "a:0.7+b:0.3", "a+b", where a missing weight is 1, or "+a:0.5"; None
+    """The names and weights of a mix written as "a:0.7+b:0.3", "a+b" (a missing weight is 1) or "+a:0.5"; None
     when `text` is not written like a mix.
 
     Version tags look like weights, so a weight is read only in a sum, after a '+' or before one, and has a decimal

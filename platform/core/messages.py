@@ -109,7 +109,7 @@ class SpeculationCounts:
     drafts_by_drafter: list[int] = field(default_factory=list)
     """`num_verifications` of each drafter of the engine, in the order of `EngineStats.drafters`."""
     tokens_by_drafter: list[int] = field(default_factory=list)
-    """Tokens that those steps generated: the accepted drafts, and one of the target's own if the text goes on."""
+    """Tokens that those steps generated: the accepted drafts, and one of the target's own if the text continues."""
     recent_drafts: float = field(default=0.0, compare=False)
     """Drafts a sampling step, a mean in which the weight of a step fades to 1/e over `_RECENT` later ones; of a sum,
     that of the counts added last."""
@@ -383,3 +383,5 @@ class EngineInfo:
     """False under `skip_tokenizer_init`: prompts are token ids, and answers have no text."""
     tiles: str = ""
     """Description of the use of AMX tiles; "": the processor has none."""
+    tensor_parallel_size: int = 1
+    """Number of ranks."""

@@ -26,7 +26,7 @@ class PoolingParams:
     pooling: str | None = None
     """"last", "mean" or "cls" (the first token); None: as in the model's sentence-transformers files, else "last"."""
     normalize: bool | None = None
-    """Whether the vector is scaled to length 1; None: for `embed` and `score`, not for `encode`."""
+    """True if the vector is scaled to length 1; None: for `embed` and `score`, not for `encode`."""
     dimensions: int | None = None
     """Leading dimensions to keep, before the scaling, of models that were trained for that (Matryoshka)."""
 

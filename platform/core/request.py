@@ -180,7 +180,7 @@ class Request:
     grammar: Any = None
     """Position in the grammar of `params.structured_outputs`, set at admission; opaque here."""
     repetition: Any = None
-    """Detection of a repeated end of its output, if it is asked for; opaque here."""
+    """Detection of a repeated end of its output, if it is requested; opaque here."""
     prompt_logprobs: PromptTable | None = None
     """Collected while the prompt is computed in chunks."""
     pooled: Any = None

@@ -150,7 +150,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the form of the answer; a mapping with its fields is accepted too."""
     thinking_token_budget: int | None = None
-    """Most tokens of reasoning; after so many the tokens of its end are forced. -1 and None: no bound."""
+    """Most tokens of reasoning; then the tokens of its end are forced. -1 and None: no bound."""
     thinking_start_token_ids: list[int] | None = None
     """Tokens that begin the reasoning, at most 64. If only `thinking_end_token_ids` are given, the answer begins with
     it; without both they are <think> and </think> if the model has these tokens."""

@@ -22,7 +22,7 @@ from .json_schema.document import Probe
 from .text import did_you_mean
 
 MAX_CONSTRAINT_CHARS = 65_536
-"""Characters of a constraint: a schema as JSON, a grammar, all choices. Checking so many takes about 0.1 s."""
+"""Characters of a constraint: a schema as JSON, a grammar, all choices. Checking this number takes about 0.1 s."""
 MAX_CHOICES = 1024
 WHITESPACE = r"[ ]|\n[ \t]{0,40}"
 """Whitespace between the parts of JSON: a model that may write any amount of it sometimes writes nothing else."""

@@ -76,7 +76,7 @@ def threads_for(weight_bytes: int, current: int) -> int:
     return current if "OMP_NUM_THREADS" in os.environ else min(current, usable_cores())
 
 
-def beside_a_server() -> bool:
+def leaves_a_core_free() -> bool:
     """True when this process has called `leave_a_core_free` and the user has not set its threads."""
     return _left_free
 

@@ -34,7 +34,7 @@ class WeightSource:
             raise invalid(
                 "shared_memory",
                 "must be the name of a file in shared memory: at most 255 letters, digits, '_', '-' and '.', and no "
-                "'.' at the beginning",
+                "'.' as the first character",
             )
 
     def locate(self, max_bytes: int) -> str:

@@ -72,6 +72,7 @@ def describe(
         num_labels=0 if model.score is None else model.score.config.num_labels,
         has_tokenizer=not args.skip_tokenizer_init,
         tiles=_describe_tiles(model),
+        tensor_parallel_size=config.num_ranks,
     )
 
 

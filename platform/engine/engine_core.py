@@ -86,7 +86,7 @@ class EngineCore:
         return self._runner.model
 
     def step(self) -> list[TokenDelta]:
-        """Compute one step of the scheduled sequences. Errors of single sequences are returned as deltas; others go on.
+        """Compute one step of the scheduled sequences. Errors of single sequences are deltas; others continue.
         With `async_scheduling` the next step is in flight when this returns.
 
         Raises:
@@ -171,10 +171,12 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort these sequences; unknown ids are ignored and no delta follows."""
         self.scheduler.abort(request_ids)
+        self._pause.observe(self.scheduler, self._pipeline)
+        self._kv_events.flush()
 
     def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause: see `engine.pause` for the modes. `clear_cache`: drop all KV, and preempt sequences that are kept. In
-        the mode "wait" steps go on until `has_work` is False.
+        the mode "wait" steps continue until `has_work` is False.
 
         Raises:
             InvalidRequestError: there is no such mode.
@@ -188,7 +190,7 @@ class EngineCore:
 
     def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
         """Replace weights of the target, or with `draft` of the drafter. Requests do not find cached KV of the old
-        weights any more, but sequences that are kept go on with it.
+        weights any more, target's or drafter's, but sequences that are kept continue with it.
 
         Returns:
             False if the target keeps some of its weights.
@@ -201,8 +203,8 @@ class EngineCore:
         if not self._pause.is_frozen and (self.scheduler.num_running or self.scheduler.num_waiting):
             raise InvalidUserInputError("requests are running: pause generation before the weights change")
         is_whole = self._weights.update(sources, draft=draft)
-        if not draft:
-            self.reset_prefix_cache()
+        self.scheduler.forget_kv()
+        self._kv_events.flush()
         return is_whole
 
     def stats(self) -> EngineStats:

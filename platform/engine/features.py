@@ -104,17 +104,11 @@ class PrefixNamespaces(Gate):
     Listed after the adapters' gate.
     """
 
-    def __init__(
-        self,
-        adapter_namespace: Callable[[Request], bytes],
-        short_context: int | None = None,
-        weights_namespace: Callable[[], bytes] = bytes,
-    ) -> None:
-        """Store these. Prompts beyond LongRoPE's short context share KV among themselves alone: their keys use other
-        rotary frequencies. `weights_namespace`: see `Weights.namespace`."""
+    def __init__(self, adapter_namespace: Callable[[Request], bytes], short_context: int | None = None) -> None:
+        """Store both. Prompts beyond LongRoPE's short context share KV among themselves alone: their keys use other
+        rotary frequencies."""
         self._adapter_namespace = adapter_namespace
         self._short_context = short_context
-        self._weights_namespace = weights_namespace
 
     def admit(self, request: Request) -> str | None:
         """Set `request.namespace` and `request.text_namespace`; hashes made under another one are dropped."""
@@ -127,7 +121,6 @@ class PrefixNamespaces(Gate):
             adapter, activation = activation, adapter
         if self._short_context is not None and request.num_prompt_tokens > self._short_context:
             adapter += b"long"
-        adapter += self._weights_namespace()
         namespace = request.sharing + adapter
         if (namespace, activation) != (request.namespace, request.activation):
             request.namespace, request.shared_namespace, request.activation = namespace, adapter, activation

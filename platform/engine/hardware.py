@@ -23,11 +23,11 @@ def find_hardware(device: str) -> Hardware:
     """The machine, and the device to use for "auto", "cpu" or "cuda".
 
     Raises:
-        InvalidRequestError: cuda was asked for and there is none.
+        InvalidRequestError: cuda was requested and there is none.
     """
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise InvalidRequestError("device cuda was asked for, but no CUDA device is available", param="device")
+        raise InvalidRequestError("device cuda was requested, but no CUDA device is available", param="device")
     if device == "cuda" or (device == "auto" and has_cuda):
         free, total = torch.cuda.mem_get_info()
         has_float8 = torch.cuda.get_device_capability() >= _FLOAT8_CAPABILITY

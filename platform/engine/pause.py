@@ -3,7 +3,7 @@
     mode     sequences from before the pause                                            frozen
     abort    end with the finish reason "abort" and what they generated                 at once
     wait     finish; those that arrive meanwhile are not admitted                       after the last of them
-    keep     stay where they are; at the resume they go on, under the weights of then   at once
+    keep     stay where they are; at the resume they continue, under the weights of then   at once
 
 Another pause changes the mode for the sequences from before the first one; those that arrived since survive each.
 """
@@ -24,7 +24,7 @@ MODES = ("abort", "wait", "keep")
 
 
 class Pause(Gate):
-    """The pause of one engine; off at first. As a gate it stands before all others."""
+    """The pause of one engine; off at first. As a gate it precedes all others."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -39,7 +39,7 @@ class Pause(Gate):
 
     def begin(self, mode: str, scheduler: Scheduler, pipeline: Pipeline, *, drops_kv: bool) -> None:
         """Pause, or change the mode. `drops_kv`: once frozen, all KV is dropped, and kept sequences are preempted; else
-        they go on with the KV that they have.
+        they continue with the KV that they have.
 
         Raises:
             InvalidRequestError: there is no such mode.

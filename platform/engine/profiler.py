@@ -32,7 +32,7 @@ class Profiler:
         if torch.autograd.profiler._is_profiler_enabled:
             raise InvalidUserInputError("a profile is being recorded already in this process: stop it first")
         if "/" in prefix or "\0" in prefix:
-            raise invalid("prefix", f"must be the beginning of a file name, got {prefix!r}")
+            raise invalid("prefix", f"must be the first part of a file name, got {prefix!r}")
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -41,7 +41,7 @@ from ..core.config import EngineArgs, EngineConfig, check_args, resolve
 from ..core.errors import InvalidRequestError
 from ..core.messages import EngineInfo
 from ..core.speculative_config import parse_speculative
-from ..core.threads import beside_a_server, threads_for, usable_cores
+from ..core.threads import leaves_a_core_free, threads_for, usable_cores
 from .description import describe, has_long_steps, weight_bytes
 from .executor.base import Executor, LocalExecutor
 from .executor.captured import AgreedGraphs, TargetPasses
@@ -166,14 +166,14 @@ def _build(
         adapters,
         Vocabularies(model.config.vocab_size, adapters.vocab_size, drafts_with_weights=_has_weights(drafter)),
         grammars,
-        PrefixNamespaces(adapters.namespace, model.rope.short_context, weights.namespace),
+        PrefixNamespaces(adapters.namespace, model.rope.short_context),
     ]
     scheduler = make_scheduler(config, speculation, gates, host)
     with memory_for(WARM_UP):
         if passes is not None and graphs is not None:
             capture_ahead(graphs, executor, has_ranks=parallel is not None)
         rehearse_engine(config, scheduler, runner, speculation, adapters, model)
-    if beside_a_server():  # these would delay its requests later
+    if leaves_a_core_free():  # these would delay its requests later
         grammars.prepare()
         if has_long_steps(config, model):
             adapters.start_reader()
@@ -360,7 +360,7 @@ def _make_adapters(
         on_gone=forget,
         batch_invariant=config.batch_invariant,
         reader_process=config.device == "cpu"
-        and reader_client.pays(torch.get_num_threads(), long_steps=has_long_steps(config, model)),
+        and reader_client.shortens_steps(torch.get_num_threads(), long_steps=has_long_steps(config, model)),
         num_readers=_num_readers(config.device),
     )
     if config.speculative is not None and (learn := config.speculative.learn) is not None:

@@ -48,13 +48,8 @@ class Weights:
 
     def __init__(self, parts: WeightParts) -> None:
         self._parts = parts
-        self._num_updates = 0
         self.failure: EngineDeadError | None = None
-        """Error of a replacement that failed in the middle: the engine cannot go on."""
-
-    def namespace(self) -> bytes:
-        """Suffix of prefix-cache namespaces: KV of other weights of the target is in none of them."""
-        return b"" if self._num_updates == 0 else b"weights" + self._num_updates.to_bytes(8, "little")
+        """Error of a replacement that failed in the middle: the engine cannot continue."""
 
     def update(self, sources: Sequence[WeightSource], *, draft: bool) -> bool:
         """Replace weights of the target, or with `draft` those of the drafter. Nothing of a sequence may be in flight.
@@ -63,13 +58,20 @@ class Weights:
             False if the target keeps some of its weights.
 
         Raises:
-            InvalidRequestError: they are not those of such a model; a tensor is named. Nothing has changed.
+            InvalidRequestError: they are not those of such a model; a tensor is named. Or drafts learn. Nothing has
+            changed.
             InvalidUserInputError: an adapter in use depends on the weights. NotFoundError: files are missing.
         """
         if not sources:
             raise invalid(PARAM, "or shared_memory must be given")
-        if self._parts.config.num_ranks > 1:
+        config = self._parts.config
+        if config.num_ranks > 1:
             raise InvalidRequestError("weights are replaced on engines of one rank alone", param=PARAM)
+        if config.speculative is not None and config.speculative.learn is not None:
+            message = (
+                "weights are not replaced while drafts learn (learn in speculative_config): they learn for the old"
+            )
+            raise InvalidRequestError(message, param=PARAM)
         return self._update_drafter(sources) if draft else self._update_target(sources)
 
     @contextmanager
@@ -98,7 +100,6 @@ class Weights:
         parts.adapters.check_base_may_change()
         with self._replacing():
             found.apply()
-        self._num_updates += 1
         return found.is_whole
 
     def _update_drafter(self, sources: Sequence[WeightSource]) -> bool:

@@ -55,7 +55,7 @@ def create_app(
     llm: AsyncLLM, config: ServerConfig, authenticator: Authenticator | None = None, tenancy: Tenancy | None = None
 ) -> FastAPI:
     """The application in front of `llm`, which need not have started yet; `app.state.serving` is its shared state.
-    Whose keys count: the authenticator's, else those of `tenancy`, else those of `config`."""
+    API keys are checked by the first of: the authenticator, `tenancy`, `config`."""
     # No pages for the OpenAPI document: FastAPI's run scripts of other sites, at the console's origin.
     app = FastAPI(title="Outrider", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.serving = Serving(llm, config, tenancy)

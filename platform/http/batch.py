@@ -96,8 +96,8 @@ class _Batch:
         self._seen = CustomIds()
 
     async def run(self, lines: IO[bytes], max_concurrency: int) -> None:
-        """Answer each line, so many at once."""
-        places = asyncio.Semaphore(max_concurrency)
+        """Answer each line, up to `max_concurrency` at once."""
+        slots = asyncio.Semaphore(max_concurrency)
         count, on_terminal, watch = self._count(lines), sys.stderr.isatty(), Stopwatch()
         of = "" if count is None else f" of {count}"
         with (
@@ -111,11 +111,11 @@ class _Batch:
                     self._write(await self._answer(line))
                 finally:
                     progress.update()
-                    places.release()
+                    slots.release()
 
             async with asyncio.TaskGroup() as tasks:
                 for line in numbered(lines, self._parser.max_bytes):
-                    await places.acquire()  # no more lines are read than are answered
+                    await slots.acquire()  # no more lines are read than are answered
                     tasks.create_task(answer(line))
 
     def _count(self, lines: IO[bytes]) -> int | None:

@@ -85,14 +85,14 @@ async def resume(request: Request) -> Response:
 
 @router.get("/is_paused", response_model=None)
 async def is_paused(request: Request) -> Response:
-    """Whether the engine is paused."""
+    """Report whether the engine is paused."""
     require_admin(request)
     return JSONResponse({"is_paused": await serving_of(request).llm.is_paused()})
 
 
 @router.post("/reset_prefix_cache", response_model=None)
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget the cached beginnings of prompts that no request uses; `success` is true when nothing is cached any
+    """Forget the cached prefixes of prompts that no request uses; `success` is true when nothing is cached any
     more."""
     serving = operators_serving(request)
     success = await serving.llm.reset_prefix_cache()
@@ -105,7 +105,7 @@ async def kv_event_sources(request: Request) -> Response:
     """Addresses of the engine's KV events, with vLLM's fields; [] if none are published. The engine that answers is the
     present one: an address with port 0 changes when it is started again."""
     require_admin(request)
-    sources = await serving_of(request).llm.engine.call("kv_event_sources")
+    sources = await serving_of(request).llm.kv_event_sources()
     return JSONResponse([asdict(source) for source in sources])
 
 

@@ -62,7 +62,7 @@ class ServerConfig:
     lora_remote: tuple[str, ...] = ()
     """Schemes of other sources from which that is allowed: "hf", "s3", ..."""
     chat_template: str | None = None
-    """Takes the place of the tokenizer's own."""
+    """Replaces the tokenizer's own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of chat templates that requests leave out."""
     tool_call_parser: str | None = _server(

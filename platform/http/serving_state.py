@@ -91,7 +91,7 @@ class Serving:
         if tenancy is not None:
             self.metrics.register(lambda: tenancy_families(tenancy))
         self.queue = QueueBound() if tenancy is None else tenancy.limiter.queue
-        """Count of all that waits, for places and in the engine."""
+        """Count of all that waits, for slots and in the engine."""
         self.queue.bounds = lambda: Bounds(llm.info.max_num_queued_reqs, llm.info.max_num_seqs)
         self.responses = ResponseStore()
         self.constraint_locks = NamedLocks()
@@ -159,7 +159,7 @@ class Serving:
         return stats
 
     def begin_draining(self) -> None:
-        """Refuse new requests: those that come, and those that wait for one of their tenant's places."""
+        """Refuse new requests: those that come, and those that wait for one of their tenant's slots."""
         self.draining = True
         if self.batches is not None:
             self.batches.begin_draining()
@@ -212,7 +212,7 @@ class Serving:
             ]
             return [replace(processor.parse_prompt(prompt, num_ids), field=field) for prompt in parsed]
 
-        return await self._beside(sum(map(len, prompts)) + len(prompts) * _PIECE_CHARS, parse)
+        return await self._in_thread_if_long(sum(map(len, prompts)) + len(prompts) * _PIECE_CHARS, parse)
 
     async def encode(self, text: str, *, add_special_tokens: bool, lora: LoRA | None = None) -> list[int]:
         """Token ids of `text` for an adapter, which may be longer than a prompt.
@@ -221,7 +221,7 @@ class Serving:
             PromptTooLongError: it is far longer.
         """
         processor, most = await self.llm.requests.processor_of(lora), max(MAX_TOKENIZED, self.llm.info.max_model_len)
-        return await self._beside(
+        return await self._in_thread_if_long(
             len(text), lambda: processor.encode(text, add_special_tokens=add_special_tokens, most=most)
         )
 
@@ -239,9 +239,9 @@ class Serving:
         def parse() -> list[tuple[int, ...]]:
             return [processor.encode_cut(text, most, add_special_tokens=add_special_tokens) for text in texts]
 
-        return await self._beside(sum(map(len, texts)) + len(texts) * _PIECE_CHARS, parse)
+        return await self._in_thread_if_long(sum(map(len, texts)) + len(texts) * _PIECE_CHARS, parse)
 
-    async def _beside(self, num_chars: int, work: Callable[[], T]) -> T:
+    async def _in_thread_if_long(self, num_chars: int, work: Callable[[], T]) -> T:
         """Call `work`, in a thread when it takes more than about a millisecond: tokenizers let others run."""
         if num_chars <= _LONG_TEXT:
             return work()
@@ -269,7 +269,7 @@ class Serving:
         size = num_chars(messages) + len(messages) * _PIECE_CHARS + sum(len(str(tool)) for tool in request.tools or ())
         processor = await self.llm.requests.processor_of(lora)
         log_tokenizer(processor.tokenizer)
-        return await self._beside(size, lambda: self._chat_prompt(processor, messages, request, template))
+        return await self._in_thread_if_long(size, lambda: self._chat_prompt(processor, messages, request, template))
 
     async def chat_template(self, lora: LoRA | None, given: str | None = None) -> str | None:
         """See `RequestMaker.chat_template`. A template is a program that can loop: a tenant's adapter has none."""

@@ -82,20 +82,21 @@ def _optional(model: type[RequestModel]) -> dict[str, object]:
 
 @router.post("/start_weight_update", response_model=None)
 async def start_weight_update(request: Request) -> Response:
-    """Begin an update of the target's weights in several calls of `/update_weights`."""
-    _begin(operators_serving(request), draft=False)
+    """Begin an update of the target's weights in several calls of `/update_weights`. A session that was not finished,
+    maybe by a trainer that is gone, is dropped."""
+    operators_serving(request).weight_session = AppliedUpdate([], draft=False)
     return JSONResponse({"message": "Weight update started"})
 
 
 @router.post("/start_draft_weight_update", response_model=None, openapi_extra=_optional(UpdateWeightsRequest))
 async def start_draft_weight_update(request: Request) -> Response:
-    """Begin an update of the drafter's weights; with a body it is the whole update."""
+    """Begin an update of the drafter's weights as `start_weight_update` does; with a body it is the whole update."""
     serving = operators_serving(request)
     if has_body(request):
         body = await read_body(request, UpdateWeightsRequest)
         await _apply(request, serving, body.sources(), body.weight_version, draft=True)
         return JSONResponse({"message": "Weights updated"})
-    _begin(serving, draft=True)
+    serving.weight_session = AppliedUpdate([], draft=True)
     return JSONResponse({"message": "Draft weight update started"})
 
 
@@ -138,9 +139,9 @@ async def update_weights_from_disk(request: Request) -> Response:
     body = await read_body(request, UpdateFromDiskRequest)
     llm, sources = serving.llm, weight_sources(body.model_path, None)
     pauses = body.abort_all_requests and not await llm.is_paused()
-    if pauses:
-        await llm.pause_generation("abort")
     try:
+        if pauses:
+            await llm.pause_generation("abort")
         await _apply(request, serving, sources, body.weight_version, draft=False)
     finally:
         if pauses:
@@ -153,12 +154,6 @@ async def weight_info(request: Request) -> Response:
     """Label of the weights."""
     require_admin(request)
     return JSONResponse({"weight_version": await serving_of(request).llm.weight_version()})
-
-
-def _begin(serving: Serving, *, draft: bool) -> None:
-    if serving.weight_session is not None:
-        raise InvalidUserInputError("a weight update has been started: call /finish_weight_update")
-    serving.weight_session = AppliedUpdate([], draft)
 
 
 async def _apply(

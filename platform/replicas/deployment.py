@@ -32,7 +32,7 @@ from .scaling import replicas_needed
 logger = logging.getLogger(__name__)
 
 _LONG_BODY = 1 << 16
-"""Bytes of a body above which it is read in a thread, so that other streams go on."""
+"""Bytes of a body above which it is read in a thread, so that other streams continue."""
 _KEY_SECONDS = 10.0
 """Seconds for which an ingress trusts a key after a replica has found it right."""
 _MAX_KEYS = 10_000
@@ -141,11 +141,11 @@ class Engine:
         return await self._replica.refusal(request)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Tell the routers what the replica has."""
+        """Report to the routers what the replica has."""
         return await self._replica.stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tell `scale` what the replica uses."""
+        """Report to `scale` what the replica uses."""
         return {KV_USAGE: await self._replica.kv_usage()}
 
     def check_health(self) -> None:

@@ -1,4 +1,4 @@
-"""Choice of a replica: one that has the adapter, then one that has seen the beginning of the text, then the shorter
+"""Choice of a replica: one that has the adapter, then one that has seen a prefix of the text, then the shorter
 queue of two random ones (power of two choices, Mitzenmacher 2001).
 """
 
@@ -16,7 +16,7 @@ K = TypeVar("K", bound=Hashable)
 PREFIX_CHARS = (256, 1024, 4096, 16384)
 """Lengths of prefixes of texts that are distinguished."""
 SEEN_PREFIXES = 10_000
-"""Beginnings that a router remembers of a replica."""
+"""Prefixes that a router remembers of a replica."""
 SLACK = 8
 """Requests that a replica may have more than the one with the fewest before its adapter or prefix counts for less."""
 
@@ -27,7 +27,7 @@ class RoutingKey(NamedTuple):
     adapter: str = ""
     """Name of the model or adapter; "" for a request that names none."""
     prefixes: tuple[str, ...] = ()
-    """Digests of beginnings of the text, the longest last."""
+    """Digests of prefixes of the text, the longest last."""
 
 
 def routing_key(body: bytes) -> RoutingKey:
@@ -42,11 +42,11 @@ def routing_key(body: bytes) -> RoutingKey:
     model, text = value.get("model", ""), "".join(_pieces(content))
     cuts = [count for count in PREFIX_CHARS if count <= len(text)]
     texts = [f"{model}\0{text[:cut]}".encode(errors="surrogatepass") for cut in cuts]
-    return RoutingKey(model, tuple(hashlib.sha256(beginning).hexdigest() for beginning in texts))
+    return RoutingKey(model, tuple(hashlib.sha256(prefix).hexdigest() for prefix in texts))
 
 
 def _pieces(content: Any) -> Iterator[str]:
-    """Text of a prompt, or JSON of its messages, not much longer than the longest beginning."""
+    """Text of a prompt, or JSON of its messages, not much longer than the longest prefix."""
     length = 0
     for piece in content if isinstance(content, list) else [content]:
         if length > PREFIX_CHARS[-1]:
@@ -86,7 +86,7 @@ class ReplicaView:
 
     def observe(self, adapters: Collection[str], slots: int) -> None:
         """Take over what the replica says: the adapters that it has, and how many may be. Those that it was given since
-        the last time are kept, for it may not have loaded them when it said so, and nothing takes their place."""
+        the last time are kept, for it may not have loaded them when it said so, and nothing replaces them."""
         self.adapters.size = self._given.size = max(1, slots)
         for adapter in [*self.adapters]:
             if adapter not in adapters and adapter not in self._given:

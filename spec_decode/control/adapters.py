@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...platform.core.batch import RowPlan
+from ...platform.core.batch import RowPlan, RowResult
 from ...platform.core.request import Drafts, Request
 from ...platform.core.speculative_config import MAX_DRAFTS
 from .acceptance import (
@@ -192,19 +192,20 @@ class RowState:
         self.num_unseen = max(self.lag, row.request.num_prompt_tokens)
 
     @property
+    def is_new(self) -> bool:
+        """True while few rounds of its adapter were counted."""
+        return self.adapter.counts[self.drafter].tried[0] < FEW_ROUNDS
+
+    @property
     def copies(self) -> bool:
         """True if all of its last drafts were right, and its next step verifies those of a match."""
         return self.is_right and self.match is not None and self.match.is_used
 
-    def prefers(self, drafts: Drafts, tokens: Sequence[int], num_drafts: int, *, counts: bool) -> bool:
+    def prefers(self, drafts: Drafts, tokens: Sequence[int], num_drafts: int) -> bool:
         """Record prompt lookup's `drafts` after the request's `tokens`, and return whether more of them are expected to
-        be right than of `num_drafts` of its own drafter.
-
-        Args:
-            counts: False to skip the comparison of the drafts before with the text, except for the first ones.
-        """
+        be right than of `num_drafts` of its own drafter."""
         adapter, before = self.adapter, self.match
-        if before is not None and (counts or adapter.counts[1].tried[0] < FEW_ROUNDS):
+        if before is not None:
             adapter.counts[1].add_round(*adapter.matches.compare(before, tokens))
         self.match = found = Match(len(tokens), drafts.token_ids, drafts.match_length, num_drafts)
         if not drafts.match_length or self.trial_rounds:
@@ -212,6 +213,29 @@ class RowState:
         right = adapter.matches.expected(drafts.match_length, len(drafts.token_ids))
         found.is_used = right > sum(survival(self._rates(), num_drafts))
         return found.is_used
+
+    def count(self, row: RowPlan, got: RowResult) -> None:
+        """Count the drafts of its row in a step, with those that were requested and not made."""
+        asked, made = self.asked
+        if row.is_forced or got.is_deferred:  # no drafter made them, or nothing was sampled
+            return
+        if row.num_drafts != made:  # no room for all, or a row planned before its request ended
+            asked = made = row.num_drafts
+        if not asked:
+            return
+        for counts in self._counts_of_round():
+            counts.add_round(asked, made, got.num_accepted)
+        if self.confidence:
+            fit = self.adapter.fits[self.proposed_by]  # -1: prompt lookup, the last drafter
+            fit.add_round(self.confidence[:made], min(got.num_accepted, made))
+
+    def _counts_of_round(self) -> tuple[AcceptanceRate, ...]:
+        """Counts that a round belongs to: its own and its adapter's; for a match that was verified instead of the first
+        drafter's drafts, those of all rounds that were planned for that drafter."""
+        adapter, is_right, drafter = self.adapter, self.is_right, self.proposed_by
+        if drafter < 0:
+            return (adapter.counts[0],)
+        return self.counts[drafter][is_right], adapter.counts[drafter], adapter.after[drafter][is_right]
 
     def next_offer(self, limit: int, drafters: Sequence[DrafterTraits]) -> Offer:
         """Offer of at most `limit` drafts: of its drafter, or of the match that its next step verifies if the request

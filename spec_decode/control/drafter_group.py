@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ..learning.learner import Learner
 
 
+LooksUp = Callable[[Request], bool]
+"""`SpeculationPolicy.looks_up`."""
 PrefersMatch = Callable[[Request, Drafts, int], bool]
 """`SpeculationPolicy.prefers_match`; its second argument may be no drafts."""
 
@@ -21,11 +23,22 @@ class DrafterGroup(Drafter):
     """The first drafter may own layers and draft on the device; the others are fallbacks on the host. Long matches of
     the second one are verified instead of the first one's drafts."""
 
-    def __init__(self, drafters: Sequence[Drafter], prefers_match: PrefersMatch | None = None) -> None:
-        """`prefers_match`: decides for which rows of the first drafter the second one's drafts are verified instead;
-        None: for no row."""
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        prefers_match: PrefersMatch | None = None,
+        looks_up: LooksUp = lambda request: True,
+    ) -> None:
+        """Group drafters.
+
+        Args:
+            prefers_match: Decides for which rows of the first drafter the second one's drafts are verified instead;
+                None: for no row.
+            looks_up: Decides for which of these rows the second one is asked.
+        """
         self._drafters = drafters
         self._prefers_match = prefers_match
+        self._looks_up = looks_up
         self._first = drafters[0]
         self._lags = self._first.needs.lags
 
@@ -73,8 +86,14 @@ class DrafterGroup(Drafter):
 
     def _matches(self, rows: Sequence[DraftRow], target: TargetOutput) -> dict[int, Drafts]:
         """Drafts of the second drafter that are verified instead of the first one's, by row."""
-        asking = [at for at, row in enumerate(rows) if row.max_drafts and row.sampled and row.drafter == 0]
-        if self._prefers_match is None or not asking:
+        if self._prefers_match is None:
+            return {}
+        asking = [
+            at
+            for at, row in enumerate(rows)
+            if row.max_drafts and row.sampled and row.drafter == 0 and self._looks_up(row.request)
+        ]
+        if not asking:
             return {}
         found = self._drafters[1].propose([rows[at] for at in asking], target)
         return {

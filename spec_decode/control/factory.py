@@ -56,4 +56,4 @@ def make_speculation(
     fallback = NgramDrafter(least, config.prompt_lookup_max, by_match=True, corpora=corpora, groups=groups)
     traits.append(DrafterTraits("ngram", most, _LOOKUP_RATE))
     policy = SpeculationPolicy(traits, padded=padded)
-    return Speculation(DrafterGroup([drafter, fallback], policy.prefers_match), policy)
+    return Speculation(DrafterGroup([drafter, fallback], policy.prefers_match, policy.looks_up), policy)

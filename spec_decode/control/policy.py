@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ...platform.core.batch import RowPlan, StepPlan, StepResult
 from ...platform.core.request import NO_DRAFTS, Drafts, Request, Status
-from .acceptance import AcceptanceRate
-from .adapters import FEW_ROUNDS, AdapterState, AdapterStates, DrafterTraits, RowState
+from .adapters import AdapterState, AdapterStates, DrafterTraits, RowState
 from .asked import Asked, asked_after, is_decode, is_overridden
 from .costs import DraftCosts, Padded, StepCosts, size_class
 from .goodput import DraftPrice, StepPrices, best_plan, draft_price
@@ -30,11 +31,12 @@ OTHER_DRAFTER = 1.05
 LONGEST_GAP = 0.05
 """Gaps without drafting longer than this, in seconds, mean the engine was idle and are not recorded. Drafting may take
 longer."""
-SAMPLED_STEPS = 4
-"""Number of short steps of which one counts for acceptance: observing takes 0.02 ms for one row and 0.1 ms for 32."""
-QUIET_STEPS = 16
-"""Number of short steps without drafts of which two in a row are observed, so that the gap between them is, too: 0.05
-ms for one row of the demo model of 3.5M parameters, whose steps take 2 ms."""
+OBSERVED_ROW = 0.0005
+"""Steps shorter than this, in seconds for each row, are sampled: observing a row and looking up its text takes 0.02 ms,
+4% of such a step."""
+SAMPLED_STEPS, QUIET_STEPS = 4, 16
+"""Numbers of sampled steps with drafts, and without, of which two in a row are observed: the second one counts the
+drafts that were requested after the first, and the gap between them."""
 ANSWER_TOKENS = 128.0
 """Initial estimate of an answer's tokens, over which a drafter's catching up with the request is spread."""
 ANSWER_MEMORY = 16.0
@@ -78,6 +80,9 @@ class SpeculationPolicy:
         self._nothing_chosen = False
         self._asked: Asked | None = None  # of the step before
         self._num_steps = 0
+        self._last_observed = -1
+        self._is_sampled = False  # the step that was planned last
+        self._has_new = True  # an adapter with few rounds
 
     # ------------------------------------------------------------------ choice
 
@@ -115,7 +120,10 @@ class SpeculationPolicy:
         if not offering:
             return
         num_rows = sum(row.samples for row in rows)
-        if self._is_short(num_rows):
+        is_known = self._steps.curve(num_rows) is not None
+        seconds = self._steps.seconds(num_rows, 0) if is_known else math.inf
+        self._is_sampled = seconds < max(SHORT_STEP, OBSERVED_ROW * num_rows)
+        if seconds < SHORT_STEP:
             self._choose_for_class(offering, num_rows, now, requests_wait=requests_wait)
         elif now >= self._decide_at:
             self._choose_for_rows(offering, num_rows, now, requests_wait=requests_wait)
@@ -129,11 +137,8 @@ class SpeculationPolicy:
             self._answer_tokens += (gone.num_output_tokens - self._answer_tokens) / ANSWER_MEMORY
         state = self._rows[request] = RowState(self._adapters.of(request, now), len(self._drafters))
         self._decide_at = now
+        self._has_new |= state.is_new
         return state
-
-    def _is_short(self, num_rows: int) -> bool:
-        curve = self._steps.curve(num_rows)
-        return curve is not None and self._steps.seconds(num_rows, 0) < SHORT_STEP
 
     def _choose_for_rows(
         self, offering: Sequence[tuple[RowState, int]], num_rows: int, now: float, *, requests_wait: bool
@@ -164,37 +169,39 @@ class SpeculationPolicy:
     ) -> None:
         """Choose for all rows of an adapter alike, about once a second for each class of batch sizes."""
         rows, self._draft_price = size_class(num_rows), None
-        by_adapter: dict[AdapterState, list[RowState]] = {}
-        for state, _ in offering:
-            by_adapter.setdefault(state.adapter, []).append(state)
         due, interval = self._class_due.get(rows, (now, FIRST_SHORT_INTERVAL))
-        if now >= due or any(rows not in adapter.num_drafts for adapter in by_adapter):
+        if now >= due or any(rows not in state.adapter.num_drafts for state, _ in offering):
+            by_adapter = Counter(state.adapter for state, _ in offering)
             self._end_trial(has_ended=self._trials.end_lost(self._rows, now), now=now)  # it may clear the due times
             self._class_due[rows] = now + interval, min(2 * interval, SHORT_INTERVAL)
             self._compare_drafters(offering, num_rows, now)
             offers = []
-            for adapter, states in by_adapter.items():
+            for adapter, count in by_adapter.items():
                 most = self._drafters[adapter.drafter].max_drafts
-                offers.append(adapter.offer(adapter.drafter, most, len(states)))
+                offers.append(adapter.offer(adapter.drafter, most, count))
             plan = best_plan(offers, self._prices(num_rows, offering), num_rows, fair=not requests_wait)
             is_drafting = plan.gain >= (KEEP_GAIN if any(a.num_drafts.get(rows) for a in by_adapter) else START_GAIN)
             for adapter, count in zip(by_adapter, plan.num_drafts, strict=True):
                 adapter.num_drafts[rows] = count if is_drafting else 0
             self._trials.begin(offering, now)
-        for adapter, states in by_adapter.items():
-            for state in states:
-                if not state.trial_rounds:
-                    state.drafter, state.num_drafts = adapter.drafter, adapter.num_drafts[rows]
+        for state, _ in offering:
+            if not state.trial_rounds:
+                state.drafter, state.num_drafts = state.adapter.drafter, state.adapter.num_drafts[rows]
         self._decide_at = self._class_due[rows][0]
 
-    def prefers_match(self, request: Request, drafts: Drafts, num_drafts: int) -> bool:
-        """Return whether `drafts` of prompt lookup are verified instead of the first drafter's, of which `num_drafts`
-        are planned. Called after a step, for each request that the first drafter may draft for; see `matches`."""
+    def looks_up(self, request: Request) -> bool:
+        """Return whether prompt lookup is asked after a step for drafts in place of the first drafter's: after sampled
+        steps now and then, and while a request's matches are used."""
         state = self._rows.get(request)
         if state is None or self._held is not None:
             return False
-        counts = self._draft_price is not None or self._num_steps % SAMPLED_STEPS == 0  # priced steps are not short
-        return state.prefers(drafts, request.tokens, num_drafts, counts=counts)
+        is_due = not self._is_sampled or self._num_steps % SAMPLED_STEPS == SAMPLED_STEPS - 1 or self._has_new
+        return is_due or (state.match is not None and state.match.is_used)
+
+    def prefers_match(self, request: Request, drafts: Drafts, num_drafts: int) -> bool:
+        """Return whether `drafts` of prompt lookup are verified instead of the first drafter's, of which `num_drafts`
+        are planned. Called after a step, for each request that `looks_up` is true for; see `matches`."""
+        return self._rows[request].prefers(drafts, request.tokens, num_drafts)
 
     def _prices(self, num_rows: int, offering: Sequence[tuple[RowState, int]]) -> StepPrices:
         """Prices of rounds. The first drafter catches up with each request once, which its rounds share."""
@@ -260,9 +267,13 @@ class SpeculationPolicy:
         now = self._clock()
         self._num_steps += 1
         rows, seconds = plan.rows, result.seconds
-        if self._is_quiet(rows):
+        is_next = self._num_steps == self._last_observed + 1
+        before, self._asked = self._asked if is_next else None, None
+        if self._is_skipped(rows):
+            if self._draft_price is not None:
+                self._leave_out(rows, self._draft_price)
             return
-        before, self._asked = self._asked, None
+        self._last_observed = self._num_steps
         if seconds > 0.0 and rows and all(is_decode(row) for row in rows):
             self._steps.add(len(rows), sum(row.num_drafts for row in rows), seconds)
             # The time since the step before is that of the drafts made after it.
@@ -273,67 +284,68 @@ class SpeculationPolicy:
         elif (asked := asked_after(rows, self._rows)) is not None and asked.lag:
             self._asked = asked  # drafters catch up with prompts
         if self._held is None:
-            self._count(rows, result, now)
+            self._count(rows, result, now, counts=is_next)
+            self._note_drafts(rows, result)
 
-    def _is_quiet(self, rows: Sequence[RowPlan]) -> bool:
-        """True if a short step without drafts is skipped, as most are: it adds no information."""
-        if self._held is not None or self._trials.is_running or self._num_steps % QUIET_STEPS < 2:
+    def _is_skipped(self, rows: Sequence[RowPlan]) -> bool:
+        """True if a sampled step is not observed, as most are."""
+        if not self._is_sampled or self._held is not None or self._trials.is_running or self._has_new:
             return False
-        if not self._is_short(len(rows)) or any(row.num_drafts or row.max_new_drafts for row in rows):
-            return False
-        self._asked = None
-        return True
+        has_drafts = any(row.num_drafts or row.max_new_drafts for row in rows)
+        return self._num_steps % (SAMPLED_STEPS if has_drafts else QUIET_STEPS) > 1
 
     def _charge_trial(self, rows: Sequence[RowPlan], seconds: float, gap: float) -> None:
         """Charge the adapter on trial for the time that its drafts added, for each part of a round."""
-        on_trial = [is_on_trial(row, self._rows) for row in rows]
-        if not any(on_trial):
+        if not self._trials.is_running:
             return
+        on_trial = [is_on_trial(row, self._rows) for row in rows]
         others = [(row.num_drafts, row.drafter) for row, is_own in zip(rows, on_trial, strict=True) if not is_own]
         base, (most, drafter) = self._steps.seconds(len(rows), sum(n for n, _ in others)), max(others, default=(0, 0))
         for longer in (seconds - base, gap - self._drafts.seconds(drafter, len(rows), most)):
             self._trials.charge(longer, base)
 
-    def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float) -> None:
-        """Count right and wrong drafts."""
-        counts_all = self._num_steps % SAMPLED_STEPS == 0 or not self._is_short(len(rows))
+    def _count(self, rows: Sequence[RowPlan], result: StepResult, now: float, *, counts: bool) -> None:
+        """Count right and wrong drafts, if the step before was observed: `counts`."""
+        counts_all = counts and (not self._is_sampled or self._num_steps % SAMPLED_STEPS == 1)
+        self._has_new = False
         for row, got in zip(rows, result.rows, strict=True):
             state = self._rows.get(row.request)
             if state is None or got.error is not None:
                 continue
-            if counts_all or state.trial_rounds or state.adapter.counts[state.drafter].tried[0] < FEW_ROUNDS:
-                asked, made = state.asked
-                if row.is_forced or got.is_deferred:  # no drafter made them, or nothing was sampled
-                    asked = made = 0
-                elif row.num_drafts != made:  # no room for all, or a row planned before its request ended
-                    asked = made = row.num_drafts
-                if asked:
-                    for counts in _counts_of(state):
-                        counts.add_round(asked, made, got.num_accepted)
-                    if state.confidence:
-                        fit = state.adapter.fits[state.proposed_by]  # -1: prompt lookup, the last drafter
-                        fit.add_round(state.confidence[:made], min(got.num_accepted, made))
-                state.is_right = 0 < row.num_drafts == got.num_accepted
+            if counts_all or (counts and (state.trial_rounds or state.is_new)):
+                state.count(row, got)
+            if row.num_drafts:
+                self._has_new |= state.is_new
+            state.is_right = 0 < row.num_drafts == got.num_accepted
+            if state.trial_rounds and row.samples:
+                self._end_trial(has_ended=self._trials.count(state, now), now=now)
+
+    def _note_drafts(self, rows: Sequence[RowPlan], result: StepResult) -> None:
+        """Record the drafts that were made after a step."""
+        if self._draft_price is not None:
+            self._leave_out(rows, self._draft_price)
+        for row, got in zip(rows, result.rows, strict=True):
+            state = self._rows.get(row.request)
+            if state is None or got.error is not None:
+                continue
             if row.max_new_drafts:
                 state.proposed_by = -1 if is_overridden(row) else row.drafter
             drafts = row.request.drafts
             state.confidence = drafts.confidence
-            if drafts.confidence and self._draft_price is not None and not state.trial_rounds:
-                self._leave_out(state, row.request, self._draft_price)
-            state.asked = (0, 0) if got.is_deferred else (row.max_new_drafts, len(row.request.drafts.token_ids))
-            if state.trial_rounds and row.samples:
-                self._end_trial(has_ended=self._trials.count(state, now), now=now)
+            state.asked = (0, 0) if got.is_deferred else (row.max_new_drafts, len(drafts.token_ids))
 
-    def _leave_out(self, state: RowState, request: Request, price: DraftPrice) -> None:
-        """Leave out the drafts of a request that are not worth verifying. Those that the device has made for a step in
-        flight have no confidence."""
-        drafts = request.drafts
-        is_certain = drafts.probs is None and drafts.match_length > 0
-        count = state.adapter.fits[drafts.drafter].num_worthwhile(drafts.confidence, price, is_certain=is_certain)
-        if self._num_steps % EXPLORED_STEPS == 0:
-            count = max(count, 1)
-        request.drafts = drafts.truncated(count) if count else NO_DRAFTS
-        state.confidence = drafts.confidence[:count]
+    def _leave_out(self, rows: Sequence[RowPlan], price: DraftPrice) -> None:
+        """Leave out drafts that are not worth verifying. Those that the device has made for a step in flight have no
+        confidence."""
+        for row in rows:
+            drafts, state = row.request.drafts, self._rows.get(row.request)
+            if not drafts.confidence or state is None or state.trial_rounds:
+                continue
+            is_certain = drafts.probs is None and drafts.match_length > 0
+            count = state.adapter.fits[drafts.drafter].num_worthwhile(drafts.confidence, price, is_certain=is_certain)
+            if self._num_steps % EXPLORED_STEPS == 0:
+                count = max(count, 1)
+            row.request.drafts = drafts.truncated(count) if count else NO_DRAFTS
 
     # ------------------------------------------------------------------ life
 
@@ -372,12 +384,3 @@ class SpeculationPolicy:
             }
             for key, state in self._adapters
         }
-
-
-def _counts_of(state: RowState) -> tuple[AcceptanceRate, ...]:
-    """Counts that a round of a request belongs to: its own and its adapter's; for a match that was verified instead of
-    the first drafter's drafts, those of all rounds that were planned for that drafter."""
-    adapter, is_right, drafter = state.adapter, state.is_right, state.proposed_by
-    if drafter < 0:
-        return (adapter.counts[0],)
-    return state.counts[drafter][is_right], adapter.counts[drafter], adapter.after[drafter][is_right]

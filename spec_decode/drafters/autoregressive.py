@@ -51,7 +51,7 @@ def warn_of_short_reach(model: str | None, max_positions: int, max_model_len: in
     """Warn if `model`, which was made for `max_positions`, cannot draft for the longest sequences."""
     if max_positions < max_model_len:
         log.warning(
-            "speculative_config: %s makes no drafts beyond its max_position_embeddings of %d tokens (2048 where its "
+            "speculative_config: %s makes no drafts beyond its max_position_embeddings of %d tokens (2048 if its "
             "config.json has none); max_model_len is %d",
             model,
             max_positions,

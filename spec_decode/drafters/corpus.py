@@ -183,7 +183,7 @@ class _Texts:
         lines = content.split("\n") if file.suffix == ".jsonl" else [content]
         for number, line in enumerate(lines, 1):
             if line.strip():
-                text = self._ids(line, file, number) if file.suffix == ".jsonl" else self._encode(line)
+                text = self._ids(line, file, number) if file.suffix == ".jsonl" else self._encode(line, file)
                 self._tokens -= len(text) + 1
                 if self._tokens < 0:
                     raise _wrong(file, f"the corpora have more than {MAX_TOKENS:,} tokens")
@@ -198,7 +198,7 @@ class _Texts:
         if isinstance(record, dict):
             if isinstance(text := record.get("text"), str):
                 if text.isascii() or text == text.encode(errors="replace").decode():
-                    return self._encode(text)
+                    return self._encode(text, file)
                 raise _wrong(file, f"line {number} has a lone surrogate in text")
             ids = record.get("token_ids", record.get("completion_token_ids"))
             if isinstance(ids, list) and all(type(i) is int and 0 <= i < self._vocab_size for i in ids):
@@ -212,8 +212,10 @@ class _Texts:
 
         return load_tokenizer(self._model_path)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, file: Path) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        if (largest := max(ids, default=0)) >= self._vocab_size:
+            raise _wrong(file, f"the tokenizer gives token {largest}, the model has {self._vocab_size}")
         return ids
 
 

@@ -20,7 +20,7 @@ have 146 MB with Qwen3's vocabulary. Each further product reads the output head 
 def logits_of_drafts(
     counts: Sequence[int], first: Tensor, hidden: Tensor, logits: Callable[[Tensor], Tensor], vocab_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Hidden states [B', H] and logits [B', V] of each draft in turn, of the B' sequences that have so many.
+    """Hidden states [B', H] and logits [B', V] of each draft in turn, of the B' sequences that have this draft.
 
     Args:
         counts: [B] number of drafts of each sequence, in descending order.

@@ -217,7 +217,7 @@ class Learner:
         return owner
 
     def _fail(self, key: tuple[bytes, bytes], tenant: str) -> None:
-        """Log the exception in flight, and train this owner no more: steps, and other owners, go on."""
+        """Log the exception in flight, and train this owner no more: steps, and other owners, continue."""
         logger.exception("Draft weights of tenant %r are trained no more: training failed", tenant)
         owner = self._owners.get(key)
         if owner is not None:

@@ -151,7 +151,7 @@ def _head_to_train_further(options: TrainOptions, target: Target) -> TrainedDraf
     """The head of --draft, to be trained with its weights."""
     stored = read_head(options)
     if isinstance(stored, StoredHead) and options.method == ("eagle3" if stored.config.eagle3 else "eagle"):
-        return load_head(stored, target, options.unroll)
+        return load_head(stored, target, options.unroll or (None if stored.config.eagle3 else _EAGLE1_UNROLL))
     if isinstance(stored, StoredBlocks) and options.method == ("dspark" if stored.config.markov_rank else "dflash"):
         return load_blocks(stored, target)
     raise wrong("draft", f"{options.draft} is not a head that --method {options.method} can train further")

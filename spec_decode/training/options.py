@@ -84,7 +84,7 @@ class TrainOptions:
         2.0, "GiB of memory in which the target's states are kept for the next epoch", "Training"
     )
     k: int = _option(4, "drafts a round when acceptance is measured", "Training", within=(1, 32))
-    resume: bool = _option(False, "go on from the checkpoint in the output folder", "Output")
+    resume: bool = _option(False, "continue from the checkpoint in the output folder", "Output")
     overwrite: bool = _option(
         False, "delete an earlier run in the output folder; completions that would be the same are kept", "Output"
     )
@@ -195,6 +195,8 @@ class TrainOptions:
                 raise wrong(name, "is for a new head; --draft names one that has its sizes")
         if self.optimizer == "muon" and self.method in _LORA:
             raise wrong("optimizer", f"muon is for the matrices of heads, of which {self.method} trains none")
+        if self.unroll_every > 1 and (self.unroll or (1 if self.method == "eagle" else 4)) == 1:
+            raise wrong("unroll_every", "has no effect with an --unroll of 1, which is the default of eagle")
         for name in ("temperature", "max_tokens"):
             if name in given and not self.generate:
                 raise wrong(name, "is for --generate")

@@ -77,7 +77,7 @@ def train_draft(
 
     Raises:
         OutriderError: a typed error for a mismatch.
-        KeyboardInterrupt: Ctrl-C; `options.resume` goes on from the checkpoint. SystemExit: SIGTERM, likewise.
+        KeyboardInterrupt: Ctrl-C; `options.resume` continues from the checkpoint. SystemExit: SIGTERM, likewise.
     """
     folder = Path(options.output)
     if options.resume and has_ended(folder):

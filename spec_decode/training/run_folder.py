@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...platform.core.errors import InvalidRequestError, NotFoundError
+from ...platform.core.option import declared_options
 from .options import METHODS, TrainOptions, reason, wrong
 from .output_files import write_json
 
@@ -49,7 +50,7 @@ def check_output(options: TrainOptions) -> None:
     elif found is not None:
         raise wrong(
             "output",
-            f"{folder} holds a model or an earlier run ({found}); give --resume to go on or --overwrite to delete it",
+            f"{folder} has a model or an earlier run ({found}); give --resume to continue or --overwrite to delete it",
         )
 
 
@@ -193,6 +194,8 @@ def _check_same_run(options: TrainOptions, folder: Path) -> None:
 
 
 def _refuse_changes(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Compare options. A run of an older version had the defaults of those that it did not know."""
+    before = {name: one.default for name, one in declared_options(TrainOptions).items()} | before
     changed = next((name for name in now if now[name] != before.get(name)), None)
     if changed is not None:
         raise InvalidRequestError(

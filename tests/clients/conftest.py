@@ -6,9 +6,9 @@ The tests run with the clients' Python, which has neither `outrider` nor torch: 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from running_server import PYTHON, ROOT, running_server
+
 HERE = Path(__file__).resolve().parent
 DRAFTS = json.dumps({"method": "eagle3", "model": str(ROOT / "models/demo/eagle3"), "num_speculative_tokens": 4})
 PAGE = ROOT / "docs/guides/http.md"
@@ -37,30 +40,14 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    python = os.environ.get("OUTRIDER_PYTHON", str(ROOT / ".venv/bin/python"))
-    command = [python, "-m", "outrider.platform.cli.main", "serve", "--port", "0", "--speculative-config", DRAFTS]
-    command += ["--chat-template", str(HERE / "tools.jinja"), "--tool-call-parser", "hermes"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=HERE
-    ) as process:
-        output = ""
-        try:
-            for line in process.stdout:
-                output += line
-                ready = re.search(r"is ready on (http://\S+)", line)
-                if ready is not None:
-                    break
-            else:
-                raise RuntimeError(f"the server ended:\n{output}")
-            yield Server(ready[1], python)
-            with urllib.request.urlopen(f"{ready[1]}/metrics", timeout=60) as metrics:
-                text = metrics.read().decode()
-            accepted = re.findall(r"^outrider:spec_decode_num_accepted_tokens_total.* (\S+)$", text, re.M)
-            assert sum(map(float, accepted)) > 0
-        finally:
-            process.terminate()
-            process.communicate(timeout=60)
+    options = ["--speculative-config", DRAFTS, "--chat-template", str(HERE / "tools.jinja")]
+    options += ["--tool-call-parser", "hermes"]
+    with running_server(*options, folder=HERE, environment={"OMP_NUM_THREADS": "1"}) as url:
+        yield Server(url, PYTHON)
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as metrics:
+            text = metrics.read().decode()
+        accepted = re.findall(r"^outrider:spec_decode_num_accepted_tokens_total.* (\S+)$", text, re.M)
+        assert sum(map(float, accepted)) > 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -127,7 +127,7 @@ class LongStream:
 
 
 @pytest.mark.parametrize("running", ["finish", "abort"])
-def test_a_new_version_beside_a_stream(openai_client, admin, policy, running):
+def test_a_stream_keeps_its_version_during_a_load(openai_client, admin, policy, running):
     digests = []
     stream = LongStream(admin, lambda: digests.append(load(admin, "policy", "support", running=running)))
     assert stream.digest == policy != digests[0]
@@ -139,7 +139,7 @@ def test_a_new_version_beside_a_stream(openai_client, admin, policy, running):
         assert last["error"]["type"] == "AdapterReplaced"
 
 
-def test_versions_while_others_answer(openai_client, admin, policy):
+def test_answers_during_loads_match_the_version_in_their_header(openai_client, admin, policy):
     """Every answer is that of the version in its header."""
     texts: dict[str, set[str]] = {}
     stop = threading.Event()

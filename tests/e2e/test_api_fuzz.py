@@ -29,7 +29,7 @@ GUARDED = (
         "/reset_prefix_cache",
     ),
     *("/pause", "/resume", "/is_paused", "/update_weights", "/start_", "/finish_weight_update", "/weight_info"),
-    "/server_info",
+    *("/server_info", "/get_world_size", "/kv_event_sources"),
 )
 
 
@@ -97,7 +97,7 @@ def test_as_an_operator(server, operations, mode):
     assert {400, 404} <= refused
 
 
-def test_as_a_stranger(server, operations):
+def test_guarded_routes_refuse_requests_without_a_key(server, operations):
     """Guarded routes stay guarded, whatever is sent."""
     for operation in operations:
 

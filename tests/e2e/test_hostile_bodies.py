@@ -62,7 +62,7 @@ class Victim:
         return Answer(status, content, time.monotonic() - start)
 
     def problem(self, *cases: Case) -> str:
-        """What is wrong with the answers, or happened to others since the last probe; "" for nothing."""
+        """Fault in the answers, or of others since the last probe; "" if there is none."""
         for case in cases:
             problem = find_problem(self.answer(case), case.status)
             if problem:

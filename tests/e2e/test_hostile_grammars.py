@@ -99,7 +99,7 @@ def all_requests(n: int):
 
 
 @pytest.mark.parametrize("n", [16, MOST])
-def test_another_stream_goes_on(server, n):
+def test_a_concurrent_stream_is_not_delayed(server, n):
     http = server.http()
     http.timeout = 200
     stream = Stream(server)

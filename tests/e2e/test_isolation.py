@@ -49,7 +49,7 @@ def shop(start_server, fixed_drafts, tmp_path_factory):
 
 
 def cached_tokens(client, prompt, **extra):
-    """Of a prompt, those that were found in the cache."""
+    """Number of a prompt's tokens that were found in the cache."""
     body = {"model": "outrider-demo", "prompt": prompt, "max_tokens": 1, "temperature": 0, **extra}
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text

@@ -41,7 +41,7 @@ def accounts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def keys(accounts) -> dict[str, str]:
-    """Of tenants that are there when the server starts."""
+    """Keys of tenants that exist when the server starts."""
     return {
         "free": accounts.key("free"),
         "slow": accounts.key("slow", requests_per_minute=2, tokens_per_minute=5000),
@@ -103,7 +103,7 @@ def test_a_row_of_an_adapters_request(server, keys, accounts):
     assert row.received_at < row.first_token_at <= row.finished_at
 
 
-def test_a_client_that_goes(server, keys, accounts):
+def test_a_disconnected_client_is_charged_for_its_tokens(server, keys, accounts):
     client = server.client(keys["free"])
     stream = client.completions.create(
         model="outrider-demo", prompt="Once upon a time", max_tokens=400, stream=True, extra_body={"ignore_eos": True}

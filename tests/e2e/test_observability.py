@@ -75,7 +75,7 @@ def watched(start_server, collector, tmp_path_factory, fixed_drafts):
 
 
 def log_lines(server):
-    """Of the log: all lines of standard error are objects; the summary for people goes to standard output."""
+    """Lines of the log: all of standard error are objects; the summary for people goes to standard output."""
     lines = [json.loads(line) for line in server.output.splitlines() if line.startswith("{")]
     assert all({"time", "level", "logger", "process", "message"} <= line.keys() for line in lines)
     return lines

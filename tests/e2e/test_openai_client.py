@@ -204,7 +204,7 @@ def test_a_stream_reports_draft_tokens(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_fields_that_frameworks_write(client, stream):
-    """Those that mean nothing here are named in a header; the past of a user of tools is up to the chat template."""
+    """Fields without a meaning here are named in a header; the past of a user of tools is up to the chat template."""
     raw = client.chat.completions.with_raw_response.create(
         model="sql",
         messages=[{**HELLO[0], "name": "anna", "id": "msg_1"}],

@@ -128,7 +128,7 @@ class Soak:
         self.ends["loaded and unloaded"] += 1
 
     def memory(self) -> dict[str, int]:
-        """Of both processes, when nothing runs."""
+        """Memory of both processes, when nothing runs."""
         self.wait_until_idle()
         processes = {"api": psutil.Process(self.server.process.pid), "engine": self.server.engine()}
         return {name: process.memory_info().rss for name, process in processes.items()}

@@ -1,4 +1,4 @@
-"""Activated LoRA: what stands before the invocation is the base model's, and shares its cached prefixes."""
+"""Activated LoRA: tokens before the invocation have the base model's KV, and share its cached prefixes."""
 
 import pytest
 import torch

@@ -175,7 +175,7 @@ def test_long_tokens_and_unknown_text_are_refused(tmp_path, llm, chatml):
 
 
 def test_the_tokenizer_cache_is_bounded(tmp_path, monkeypatch):
-    """And nothing else keeps evicted ones alive."""
+    """Nothing else keeps evicted tokenizers alive."""
     monkeypatch.setattr("outrider.platform.client.text.adapter_tokenizers.MAX_TOKENIZERS", 1)
     monkeypatch.setattr("outrider.platform.client.adapters.sources.sources.LOOK_SECONDS", 0.001)
     with LLM(enable_lora=True) as llm:
@@ -195,7 +195,7 @@ def test_the_tokenizer_cache_is_bounded(tmp_path, monkeypatch):
 
 
 def test_pre_tokenizer_patterns_of_adapters_are_not_run(tmp_path):
-    """Patterns of strangers can take for ever; how a text is split stays the model's."""
+    """Patterns of strangers can take forever; how a text is split stays the model's."""
     add_chat_tokens(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}

@@ -78,7 +78,7 @@ def early_trials(monkeypatch):
 )
 @pytest.mark.usefixtures("early_trials")
 def test_text_is_byte_equal_with_and_without(models, make_engine, plain_text, run, jobs, method, options):
-    """What differs between the options is held for every drafter in test_speculation.py."""
+    """test_speculation.py compares the options for every drafter."""
     engine = make_engine(speculative_config=adaptive(models, method, 5), **LORA, **OPTIONS[options])
     num_drafted = 0
     for name in PARAMS:

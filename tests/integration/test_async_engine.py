@@ -230,7 +230,7 @@ def test_gap_is_measured_from_the_previous_step(make_engine, greedy, prompts, mo
 
 
 def test_a_stopwatch_ends_once(monkeypatch):
-    """What work does after its first `stop` is not in its seconds."""
+    """Work after the first `stop` is not in its seconds."""
     import torch
 
     clock = Clock()

@@ -14,7 +14,8 @@ METHODS = ["draft_model", "eagle", "eagle3", "medusa"]
 CLASSES = ["draft_model", "eagle3", "medusa"]
 """One method for each class of drafters: EAGLE drafts with EAGLE-3's."""
 BOTH_WAYS = [("draft_model", False), ("draft_model", True), ("eagle", True), ("eagle3", False), ("medusa", True)]
-"""What a switch does in one class; each other method has it once. Batches that come and go have the rest."""
+"""Methods, and whether drafts are made on the device. All share this switch, so one is tested both ways. Batches that
+come and go have the rest."""
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "min_tokens": 5},
@@ -143,7 +144,7 @@ def test_any_number_of_drafts_and_any_length(models, make_engine, plain_tokens, 
 
 @pytest.mark.parametrize(("method", "on_device"), BOTH_WAYS)
 def test_unseeded_draws_match_steps_without_overlap(models, make_engine, run, prompts, method, on_device, monkeypatch):
-    """Except at their ends, where a sequence gets fewer drafts while the host does not know its length. So the drafts,
+    """Except at the ends: a sequence gets fewer drafts there while the host does not know its length. So the drafts,
     what they were drawn from, and the noise of every position are the same, and with them the distribution."""
     if on_device:
         monkeypatch.setattr(drawing, "stays_on_device", lambda logits: True)
@@ -220,7 +221,7 @@ def test_synthetic_acceptance_does_not_overlap(models, make_engine, run, prompts
 
 
 def note_drafts(engine):
-    """What is drafted, by the request's name and its tokens."""
+    """Record the drafts by the request's name and its tokens."""
     drafted, draft = {}, engine._runner.draft
 
     def noted(launched, result):

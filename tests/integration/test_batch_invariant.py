@@ -159,7 +159,7 @@ def make_demo():
 
 @pytest.fixture(scope="module")
 def demo_alone():
-    """What each question gets alone, by the seed."""
+    """Answers to each question alone, by the seed."""
     demo = Demo(enable_prefix_caching=False)
     texts = {seed: [demo.ask(seed, [i])[0] for i in range(len(QUESTIONS))] for seed in (None, 5)}
     demo.close()

@@ -32,7 +32,7 @@ READING = [PENALISED[0], {"temperature": 0.9, "seed": 9, "bad_words_token_ids": 
 
 
 class Drafts:
-    """What the drafter did while the host asked for nothing."""
+    """Record of a drafter's work while the host asks for nothing."""
 
     def __init__(self, monkeypatch):
         self.read_while_drafting = self.num_sources = self.num_mixed = 0

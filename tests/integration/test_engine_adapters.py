@@ -53,7 +53,7 @@ def test_a_broken_adapter_fails_only_its_own_requests(models, make_engine, run, 
 @pytest.mark.parametrize("server", [True, False])
 def test_a_server_of_a_large_model_starts_the_reader_before_it_is_needed(make_engine, monkeypatch, server):
     monkeypatch.setattr("outrider.platform.engine.description.LARGE_WEIGHTS", 0)
-    monkeypatch.setattr("outrider.platform.engine.setup.beside_a_server", lambda: server)
+    monkeypatch.setattr("outrider.platform.engine.setup.leaves_a_core_free", lambda: server)
     reader = make_engine(**LORA)._adapters._transfers.reader
     assert (reader.pid is not None) == server
     assert reader.num_reads == 0

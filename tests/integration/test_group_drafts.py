@@ -1,4 +1,4 @@
-"""Answers to one prompt that draft for each other, in engines: the same text and frequencies, and nobody else's."""
+"""Answers to one prompt that draft for each other, in engines: the same text and frequencies, and none of others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .test_speculation import check_frequencies, exact_third_token
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 PROMPT = [7, 8, 9]
 RANDOM = SamplingParams(temperature=8.0, seed=11, max_tokens=60, ignore_eos=True)
-"""Of such a text nothing is repeated by chance: its drafts are right if they come from an earlier answer."""
+"""Such a text repeats nothing by chance: its drafts are right if they come from an earlier answer."""
 STEPS = 60
 
 
@@ -85,7 +85,7 @@ def test_a_request_drafts_for_no_other_unless_that_is_asked_for(make_engine, run
         assert steps(run, engine, group=group) > 0.8 * STEPS
 
 
-def test_answers_belong_to_the_content_of_an_adapter_and_leave_with_it(models, make_engine, run):
+def test_answers_are_keyed_by_adapter_content_and_dropped_with_it(models, make_engine, run):
     engine = make_engine(speculative_config=groups("prompt"), **LORA)
     a = models.lora("a")
     engine.adapters.load(a)

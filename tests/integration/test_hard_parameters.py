@@ -41,7 +41,7 @@ def overflowing(models, tmp_path_factory):
 
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_an_emptied_row_ends_the_text_at_the_same_token(models, make_engine, run, method, manner):
+def test_a_row_without_allowed_tokens_ends_the_text_at_the_same_token(models, make_engine, run, method, manner):
     """Only token 5 is allowed and three in a row are not: two tokens, then the error. Others continue."""
     hard = {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5, 5]], "ignore_eos": True}
     params = [
@@ -145,7 +145,7 @@ def test_an_adapter_that_overflows_fails_its_own_requests(
 
 
 def test_logits_not_finite_inside_a_prompt_are_reported_at_its_end(make_engine, run, prompts, monkeypatch):
-    """The rows of some prompt tokens are NaN, the last is not: only who asks for the prompt's log-probabilities sees
+    """The rows of some prompt tokens are NaN, the last is not: only requests for the prompt's log-probabilities see
     it."""
     engine = make_engine(enable_prefix_caching=False)
     model = engine._runner._model

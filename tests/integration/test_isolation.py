@@ -1,4 +1,4 @@
-"""What one tenant was answered never stands in another's drafts or cached blocks; for its own requests it does."""
+"""Isolation: answers to one tenant are in no other's drafts or cached blocks; for its own requests they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def four_grams(tokens):
 
 
 class Recorder:
-    """Stands between an engine and its drafter and keeps what was drafted for whom, behind which tokens."""
+    """Wrapper of an engine's drafter that records the drafts by tenant, with the tokens before them."""
 
     def __init__(self, engine):
         self.seen = []
@@ -36,7 +36,7 @@ class Recorder:
         proposer.propose = recording
 
     def leaks(self, secret):
-        """The four-grams of `secret` that drafts, behind the last tokens, have spelled out."""
+        """The four-grams of `secret` that drafts, after the last tokens, have spelled out."""
         found = set()
         for _, tokens, drafts in self.seen:
             found |= four_grams(tokens[-3:] + drafts) & four_grams(secret)

@@ -6,6 +6,7 @@ import pytest
 
 from outrider import SamplingParams
 from outrider.platform.core.errors import InvalidRequestError
+from outrider.platform.core.weight_source import WeightSource
 from outrider.spec_decode.learning import learner
 from outrider.spec_decode.learning.head_trainer import HeadTrainer
 from outrider.spec_decode.learning.learner import JUDGED_STEPS
@@ -132,7 +133,7 @@ def test_learning_starts_from_the_adapters_draft_weights(
     assert drafts.pop("ours") == before
 
 
-def test_worse_weights_are_dropped(models, make_engine, run, plain_tokens, make_jobs, monkeypatch):
+def test_trained_weights_that_accept_less_are_dropped(models, make_engine, run, plain_tokens, make_jobs, monkeypatch):
     engine = make_engine(**LORA, enable_prefix_caching=False, speculative_config=speculative(models))
     ours = make_jobs("ours", None)
     run(engine, ours)
@@ -181,6 +182,15 @@ def test_learners_and_bytes_are_bounded(models, make_engine, run, make_jobs):
     train(engine)
     run(engine, make_jobs("mine"))
     assert [(state.tenant, state.num_versions) for state in engine.learner.states()] == [("mine", 0)]
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_weights_are_not_replaced_while_drafts_learn(models, make_engine, draft):
+    """The head that is trained, and the states that were recorded, are those of the old weights."""
+    engine = make_engine(**LORA, speculative_config=speculative(models))
+    path = models.speculative("eagle3", 3)["model"] if draft else models.target
+    with pytest.raises(InvalidRequestError, match="learn in speculative_config"):
+        engine.update_weights([WeightSource(path=str(path))], draft=draft)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.models.demo import demo_model_path
 
 PROMPT = "The capital of France is " * 12
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -12,6 +13,25 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 def llm():
     with LLM(async_scheduling=True, max_num_seqs=2) as llm:
         yield llm
+
+
+def test_a_wait_ends_when_the_client_aborts_what_runs():
+    with LLM(async_scheduling=False) as llm:  # nothing is in flight that would be committed
+        engine, core = llm.llm_engine, llm.llm_engine.engine_core
+        engine.add_request("a", PROMPT, PARAMS)
+        while not engine.step():
+            pass
+        llm.pause_generation("wait")
+        engine.abort_request(["a"])
+        assert not core.has_work()
+        engine.add_request("later", PROMPT, PARAMS)
+        llm.update_weights(demo_model_path())  # nothing runs
+        llm.resume_generation()
+        outputs = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert outputs[-1].num_cached_tokens == 0
+        core.check_integrity()
 
 
 @pytest.mark.parametrize("clear_cache", [True, False])

@@ -140,7 +140,7 @@ def test_unknown_options_are_those_of_the_method(llm, name):
 
 @pytest.mark.parametrize(("pooling", "caching"), [("mean", True), ("mean", False), ("cls", True)])
 def test_a_preemption_in_the_middle_of_a_prompt_loses_nothing(llm, pooling, caching):
-    """What was pooled before is computed again, even if its blocks are still in the prefix cache."""
+    """Pooled positions are computed again, even if its blocks are still in the prefix cache."""
     few = {"num_gpu_blocks_override": 16, "max_num_batched_tokens": 4, "scheduling_policy": "priority"}
     prompt = [3 + i % 900 for i in range(200)]
     params = [SamplingParams(pooling=pooling), SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)]

@@ -1,4 +1,4 @@
-"""What forks, ends and forbids text, under every drafter and through `LLM`: the same sequences, ended alike."""
+"""Siblings, stops and bad words under every drafter and through `LLM`: the same sequences and finish reasons."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def reference(generate):
 
 
 def test_stop_strings_bad_words_and_siblings(reference):
-    """That the comparison below is about something."""
+    """The reference of the comparison below has stops and several texts."""
     params, said = reference
     assert sum(first[2:] == ("stop", p.stop[1]) for (first, _), p in zip(said, params, strict=True)) >= 4
     assert {reason for both in said for *_, reason, _ in both} == {"stop", "length"}

@@ -39,7 +39,7 @@ def test_drafts_after_prefix_cache_hits_equal_those_without_eviction(models, mak
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_an_adapter_may_be_unloaded_while_its_last_request_runs(models, make_engine, prompts, async_scheduling):
-    """It is gone with the commit of the last step, whose hidden states are written after it."""
+    """It is dropped by the commit of the last step, whose hidden states are written afterwards."""
     engine = make_engine(
         enable_lora=True,
         max_lora_rank=8,

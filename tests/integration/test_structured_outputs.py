@@ -197,7 +197,7 @@ def test_the_grammar_vocabulary_is_built_once_at_start(monkeypatch):
     made = []
     make = grammars._vocabulary
     monkeypatch.setattr(grammars, "_vocabulary", lambda *given: made.append(1) or make(*given))
-    monkeypatch.setattr("outrider.platform.engine.setup.beside_a_server", lambda: True)
+    monkeypatch.setattr("outrider.platform.engine.setup.leaves_a_core_free", lambda: True)
     engine = EngineCore(EngineArgs(max_model_len=64))
     assert len(made) == 1
     for index, wanted in enumerate(CONSTRAINTS):

@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "Starcoder2": {"sliding_window": 9},
 }
 TARGETS = {name: ["q_proj", "k_proj", "v_proj", "o_proj"] for name in ("GptOss", "Olmoe", "Dots1", "Ernie4_5_Moe")}
-"""Of families with experts, which are parameters."""
+"""Targets of families whose experts are parameters."""
 PROMPT = [5, 6, 7, 8] * 6
 PROMPTS = [PROMPT, [9, 10, 11], list(range(20, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)

@@ -18,6 +18,7 @@ from outrider.platform.core.errors import (
     NotFoundError,
 )
 from outrider.platform.core.weight_source import SHARED_MEMORY
+from outrider.platform.engine.memory.cache_events import CacheEvents
 
 PROMPTS = ["The capital of France is " * 6, "Once upon a time there was "]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -147,6 +148,31 @@ def test_a_request_that_is_kept_goes_on_under_the_new_weights(llm, fresh, new_fo
         assert found["kept"] == [*so_far, *rest]
     assert found["kept"][: len(so_far)] == so_far
     assert found["new"] == fresh.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+    engine.engine_core.check_integrity()
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_router_hears_that_no_kv_of_old_weights_is_found(llm, new_folder, new_draft, draft):
+    """That of a request that is kept with its KV neither, which publishes none of it."""
+    engine, cache = llm.llm_engine, llm.llm_engine.engine_core.scheduler.prefix_cache
+    llm.reset_prefix_cache()
+    cache.record(events := CacheEvents(cache.block_size))
+    try:
+        engine.add_request("kept", PROMPTS[0], PARAMS)
+        while not engine.step():
+            pass
+        assert [event["type"] for event in events.take()] == ["BlockStored"]
+        llm.pause_generation("keep", clear_cache=False)
+        llm.update_weights(new_draft if draft else new_folder, draft=draft)
+        assert events.take() == [{"type": "AllBlocksCleared"}]
+        llm.resume_generation()
+        while engine.has_unfinished_requests():
+            engine.step()
+        assert events.take() == []
+        assert llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)[0].num_cached_tokens == 0
+        assert {event["type"] for event in events.take()} == {"BlockStored"}
+    finally:
+        cache.events = None
     engine.engine_core.check_integrity()
 
 

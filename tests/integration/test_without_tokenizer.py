@@ -89,7 +89,7 @@ def test_without_the_option_the_error_names_it(bare: str) -> None:
         LLM(bare)
 
 
-def test_the_other_classes(bare: str, expected: dict[str, Any]) -> None:
+def test_async_llm_and_llm_engine_without_a_tokenizer(bare: str, expected: dict[str, Any]) -> None:
     async def stream() -> list[int]:
         async with AsyncLLM(bare, skip_tokenizer_init=True) as llm:
             deltas = [output async for output in llm.generate(expected["prompt"], PARAMS, delta=True)]

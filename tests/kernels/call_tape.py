@@ -51,7 +51,7 @@ class _Recorder(TorchDispatchMode):
         self.work(lambda: call(executor, *args, **kwargs))
 
     def work(self, call: Callable[[], Any]) -> None:
-        """What goes around torch's operations, now and in every replay."""
+        """Call that bypasses torch's operations, now and in every replay."""
         self.calls.append(call)
         with torch.utils._python_dispatch._disable_current_modes():
             call()
@@ -105,7 +105,7 @@ def _record_launches(recorder: _Recorder) -> Iterator[None]:
 
 
 def record(call: Callable[[], Any]) -> None:
-    """Make a call that goes around torch's operations, and make it again whenever what this thread records is
+    """Make a call that bypasses torch's operations, and make it again whenever what this thread records is
     replayed."""
     recorder = _recorders.get(get_ident())
     if recorder is None:

@@ -36,7 +36,7 @@ class Counts:
     single: int = 0
     waits: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    """Of the single launches, in order."""
+    """Names of the single launches, in order."""
     inside: bool = False
     """True within a launch or a replay, whose doubles on a CPU may read anything."""
 

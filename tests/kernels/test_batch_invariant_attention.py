@@ -1,4 +1,4 @@
-"""What a query gets depends on its own row alone: the same bits in any batch, chunking and order of blocks."""
+"""Attention of a query depends on its own row alone: the same bits in any batch, chunking and order of blocks."""
 
 import math
 

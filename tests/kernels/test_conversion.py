@@ -19,7 +19,7 @@ def kernels():
 
 
 def matrices(dtype):
-    """Of all shapes, as they are and transposed; subnormal numbers among them."""
+    """Matrices of all shapes, as they are and transposed; subnormal numbers among them."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for shape in SHAPES:
@@ -52,7 +52,7 @@ def test_the_kernel_gives_the_references_bits(stored, served):
 @pytest.mark.parametrize("served", SERVED, ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)
 @pytest.mark.parametrize("index", range(2 * len(SHAPES)))
-def test_what_is_not_finite_is_noticed(index, bad, served):
+def test_infinity_and_nan_are_reported(index, bad, served):
     given = matrices(torch.float32)
     given[index].values.view(-1)[-1] = bad
     assert not converted(native.convert, given, served)[0]

@@ -215,7 +215,7 @@ def test_ready_rows_without_tokens_leave_a_zero():
 
 
 def test_rows_that_begin_earlier_than_planned_draw_the_same(device):
-    """On either path, with every rule: the noise goes by the true position."""
+    """On either path, with every rule: the noise depends on the true position."""
     values = [{"seed": 3}, {"temperature": 0.8}, {"temperature": 0}, {"seed": 4}]
     kinds = [SamplingParams(**params) for params in values]
     requests = [Request(str(i), [1, 2], 2, params, seed_key=7 + i) for i, params in enumerate(kinds)]

@@ -217,7 +217,7 @@ def test_drafts_are_the_same(make_pair: Callable[..., Pair], method: str, params
 
 
 def _count_logits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the graphed drafter makes logits from here on."""
+    """Counter of the graphed drafter's calls that make logits, from here on."""
     proposer = pair.graphed.proposer
     owner, name = (
         (proposer._model, "compute_logits") if hasattr(proposer, "_model")
@@ -233,7 +233,7 @@ def _count_logits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_replay_makes_all_drafts(
     make_pair: Callable[..., Pair], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of greedy rows: nothing is computed outside the capture, and no draft changes with a later replay."""
+    """Greedy rows: nothing is computed outside the capture, and no draft changes with a later replay."""
     pair, rng = make_pair(method), random.Random(2)
     sequences = pair.sequences([GREEDY, GREEDY], rng)
     for sequence in sequences:
@@ -267,7 +267,7 @@ def test_one_replay_makes_all_drafts(
 def test_heads_of_too_many_rows_run_without_a_graph(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they would keep is bounded."""
+    """The logits that they would keep are bounded."""
     monkeypatch.setattr(medusa, "MAX_LOGITS_BYTES", 2 * 4 * DRAFTS * VOCAB)
     pair, rng = make_pair("medusa"), random.Random(3)
     pair.step(pair.sequences([GREEDY] * 3, rng), [DRAFTS] * 3, rng)
@@ -277,7 +277,7 @@ def test_heads_of_too_many_rows_run_without_a_graph(
 
 
 class Gains:
-    """What rows' adapters with gains give: no graph serves them."""
+    """Adapters with gains: no graph serves them."""
 
     replayable = False
 

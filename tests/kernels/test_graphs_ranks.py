@@ -180,7 +180,7 @@ def test_a_rank_that_dies_within_a_replay(
     tapes: list[CallTape],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NCCL's kernels wait for it for ever, unless they are aborted; then their results are not used."""
+    """NCCL's kernels wait for it forever, unless they are aborted; then their results are not used."""
     replay, finish = _Recorder.replay, collectives._finish
     of_engine, replays, ended = get_ident(), Counter[int](), Event()
     step, told = EngineCore.step, []
@@ -195,7 +195,7 @@ def test_a_rank_that_dies_within_a_replay(
         elif get_ident() != of_engine:
             raise EOFError
         elif not ended.wait(20):
-            pytest.fail("rank 0 waits for ever")
+            pytest.fail("rank 0 waits forever")
 
     monkeypatch.setattr(_Recorder, "replay", counted)
     monkeypatch.setattr(collectives, "_finish", wait_or_die)

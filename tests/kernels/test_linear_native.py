@@ -99,7 +99,7 @@ def test_the_number_of_threads_changes_no_bits():
     assert torch.equal(found[0], found[2])
 
 
-def test_a_long_call_that_gives_up_the_lock_has_the_same_bits():
+def test_a_call_that_releases_the_lock_has_the_same_bits():
     weight, x, _, _ = operands(600, (512, 1024))
     linear = native(weight)
     assert linear._rows < 600

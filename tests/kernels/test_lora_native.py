@@ -85,7 +85,7 @@ def test_bits_of_a_token_are_independent_of_the_batch(dtype, threads):
         assert torch.equal(alone[0], together[token])
 
 
-def test_work_enough_for_several_threads():
+def test_a_product_divided_among_threads():
     pool = Pool(512, (2048,), torch.bfloat16)
     y, x = inputs(pool, 48, torch.bfloat16)
     segments = [(start, start + 6, list(range(start // 2, start // 2 + 16))) for start in range(0, 48, 6)]

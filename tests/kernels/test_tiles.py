@@ -222,7 +222,7 @@ class TestChoice:
         monkeypatch.setattr(tiles, "_check", lambda kept: TileUse(True, 7))
         assert tiles.prepare() == TileUse(True, 7)
 
-    def test_a_child_has_limited_time(self, monkeypatch, caplog):
+    def test_the_check_in_a_child_process_times_out(self, monkeypatch, caplog):
         """Another start may have more of it, so the finding is not kept."""
         monkeypatch.setattr(tiles, "CHECK_SECONDS", 0.01)
         assert tiles.prepare()[:2] == NOTHING[:2]

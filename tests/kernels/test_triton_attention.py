@@ -220,7 +220,7 @@ def test_what_is_written_is_finite_and_limited(device: str, dtype: torch.dtype) 
 
 
 class Projection(NamedTuple):
-    """What a layer's projection gave, and the rotation of its tokens."""
+    """Output of a layer's projection, and the rotation of its tokens."""
 
     qkv: Tensor
     rotation: Rotation

@@ -122,7 +122,7 @@ def test_memory_follows_the_experts_that_an_adapter_has(monkeypatch: pytest.Monk
         placed.write(allocation, packed)
         taken = sum(linears[place].expert_lora.num_bytes(allocation) for place in (0, EXPERTS))
         assert taken == len(numbers) * 3 * 4 * (HIDDEN + INNER) * 4  # modules of rank 4 in float32
-        assert taken <= packed.bytes_beside_rows
+        assert taken <= packed.bytes_outside_rows
 
 
 def define(x, routed, base, adapter):

@@ -105,7 +105,7 @@ class Product:
     def check(
         self, rows: int, pool: Pool | None = None, segments: Sequence[Segment] = (), groups: RowGroups | None = None
     ) -> None:
-        """Compare the product of so many tokens with float64; `groups` of a captured graph are of its buffer."""
+        """Compare the product of `rows` tokens with float64; `groups` of a captured graph are of its buffer."""
         x, residual = self.inputs(rows)
         expansion = None
         if pool is not None:
@@ -178,7 +178,7 @@ def test_adapters(name: str, mix: str, dtype: torch.dtype, device: str) -> None:
 
 
 def test_values_that_no_shrink_has_written_are_not_read(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of rows without weights in a slice."""
+    """Rows without weights in a slice have none."""
     product = Product(CASES["slices"], torch.float32, device)
     pool = make_pool(product, 40)
     pool.live[3:30, 1] = 0

@@ -210,7 +210,7 @@ class Launches:
 
 
 def test_launches_of_one_adapter_replay_for_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a captured graph holds (grids, addresses, numbers) serves more segments, other ranks and no adapter."""
+    """The grids, addresses and numbers in a captured graph serve more segments, other ranks and no adapter."""
     pool = Pool(90, 500, [40, 24], torch.float32, device)
     shrink, expand = Launches(kernel.shrink_kernel), Launches(kernel.expand_kernel)
     monkeypatch.setattr(kernel, "shrink_kernel", shrink)
@@ -329,7 +329,7 @@ def _splits_kernel(out, features, num_units, units, most, block):
 
 
 def plan_splits(features: int, num_units: int, device: str) -> tuple[int, int]:
-    """(parts of the sums, inputs of a part) of a shrink with so many units of work before they are split."""
+    """(parts of the sums, inputs of a part) of a shrink with this number of units of work before they are split."""
     out = torch.zeros(2, dtype=torch.int32, device=device)
     _splits_kernel[(1,)](out, features, num_units, 512, max(1, min(MAX_SPLITS, features // 256)), 256)
     return tuple(out.tolist())
@@ -347,7 +347,7 @@ def test_splits_keep_large_devices_busy_and_sums_long(device: str) -> None:
 @pytest.mark.parametrize("in_features", [100, 896, 1100, 8960, 11008, 14336, 18944])
 @pytest.mark.parametrize("num_units", [1, 8, 64, 500])
 def test_no_split_is_empty(in_features: int, num_units: int, device: str) -> None:
-    """An unrolled loop that starts behind its end runs once too often on a GPU; the interpreter does not show it."""
+    """An unrolled loop that starts after its end runs once too often on a GPU; the interpreter does not show it."""
     splits, chunk = plan_splits(in_features, num_units, device)
     assert (splits - 1) * chunk < in_features <= splits * chunk
 

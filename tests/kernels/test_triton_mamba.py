@@ -21,7 +21,7 @@ PASSES = ROWS | MORE_ROWS
 
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would do in Triton is done in Triton, in the interpreter if need be."""
+    """Run in Triton all that a GPU would, in the interpreter if there is no GPU."""
     monkeypatch.setattr(package, "use_triton", lambda x: True)
 
 

@@ -90,7 +90,7 @@ def check(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def with_programs(weight: QuantizedWeight, tile: int, dtype: torch.dtype, programs: int) -> Configs:
-    """Configs that split the inputs until there are so many programs."""
+    """Configs that split the inputs until there is this number of programs."""
     (stored,) = join([weight], dtype)
     shape = shape_of(stored, tile, dtype.itemsize)
     return Configs({("quantized_linear", shape): replace(default_config(tile, *shape[3:]), programs=programs)})

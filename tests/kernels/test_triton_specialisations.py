@@ -110,7 +110,7 @@ def sampling(size: int) -> None:
 
 @pytest.fixture(scope="module")
 def keys() -> list[Keys]:
-    """Of all kernels, for every size of a step."""
+    """Keys of all kernels, for every size of a step."""
     live = torch.ones(64, 7, dtype=torch.uint8)
     sites = [
         (sum(slices), TritonRows(*_pools(HIDDEN, slices), slices, live[:, place : place + len(slices)]))
@@ -146,7 +146,7 @@ def test_batch_sizes_do_not_specialise_kernels(keys: list[Keys]) -> None:
         assert len(together) <= 8, (name, together)
 
 
-def test_every_argument_that_is_1_is_so_in_a_compile_case(repo_root: Path, keys: list[Keys]) -> None:
+def test_arguments_equal_to_1_are_in_the_compile_cases(repo_root: Path, keys: list[Keys]) -> None:
     """Triton makes it a constant of the kernel, which is another kernel to the compiler."""
     compiled = set()
     for path in (repo_root / "kernels").glob("*/triton.py"):

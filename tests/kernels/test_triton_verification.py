@@ -188,7 +188,7 @@ def test_invariant_verification_equals_the_cpu(device: str, request: pytest.Fixt
 
 
 def test_target_tokens_equal_the_cpus(device: str) -> None:
-    """What drafters choose by: greedy rows between sampled ones."""
+    """Tokens that drafters choose by: greedy rows between sampled ones."""
     logits, seeds, positions = torch.randn(6, 1000) * 3, [1, -2, 3, 4, 2**64 - 1, 6], [0, 5, 9, 2**20, 1, 7]
     for greedy in ([True] * 6, [False] * 6, [i % 2 == 0 for i in range(6)]):
         want = target_tokens(logits, seeds, positions, greedy)

@@ -1,4 +1,4 @@
-"""Files of kernel configs: what is written is read again, what is broken is refused by name, and who finds which."""
+"""Files of kernel configs: written ones are read again, broken ones refused by name, and each device finds its own."""
 
 import dataclasses
 import json
@@ -105,7 +105,7 @@ def norm_entry(data: dict) -> dict:
         (changed(lambda data: norm_entry(data)["config"].pop("rows")), "kernels.rms_norm[0].config.rows: is missing"),
         (
             changed(lambda data: data["kernels"]["rms_norm"].append(norm_entry(data))),
-            "kernels.rms_norm[1].shape: stands there twice",
+            "kernels.rms_norm[1].shape: is a duplicate",
         ),
         (
             changed(lambda data: norm_entry(data)["microseconds"]["w"].update(tuned=-1)),

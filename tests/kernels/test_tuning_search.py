@@ -81,7 +81,7 @@ def test_search_starts_from_the_previous_groups_best(device: str) -> None:
     assert (found.entry.config.block, found.entry.config.programs) == (512, 2048)
 
 
-def test_a_little_faster_is_not_taken(device: str) -> None:
+def test_a_config_faster_by_one_percent_is_not_chosen(device: str) -> None:
     found, _ = search(find_job("rms_norm"), lambda config: 1.0 if config.num_warps == 1 else 1.01, device)
     assert found.entry.config == default_config(found.job)
     assert gain(found) == 1
@@ -116,7 +116,7 @@ def test_works_are_weighed_by_ratio(device: str) -> None:
 @pytest.mark.parametrize(
     "error", [OutOfResources(300_000, 232_448, "shared memory"), torch.OutOfMemoryError("of the device")]
 )
-def test_what_does_not_fit_is_passed_over(device: str, error: Exception) -> None:
+def test_configs_that_exceed_memory_are_skipped(device: str, error: Exception) -> None:
     def price(config: KernelConfig) -> float:
         if config.num_warps == 1:
             raise error
@@ -175,7 +175,7 @@ def test_nan_is_alike_and_integers_are_exact(device: str, want: list, got: list,
 
 
 class Clock:
-    """Time for so many trials."""
+    """Time for this number of trials."""
 
     def __init__(self, trials: int) -> None:
         self.left = trials

@@ -1,4 +1,4 @@
-"""Real models, fetched once into a cache by `tools/real_models.py`, adapters trained here, and transformers beside."""
+"""Real models, fetched once into a cache by `tools/real_models.py`, adapters trained here, and transformers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class RealModel:
 
 @pytest.fixture(scope="session")
 def model(model_name: str, repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> RealModel:
-    """The model, or a skip where no package index has it."""
+    """The model, or a skip if no package index has it."""
     try:
         real = RealModel(model_name, repo_root, tmp_path_factory.mktemp(model_name))
     except subprocess.CalledProcessError as error:

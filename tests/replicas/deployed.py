@@ -31,7 +31,7 @@ ON_RAY = {
     **{"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"},
     **{"RAY_gcs_server_port_wait_time_s": "180", "RAY_gcs_server_request_timeout_seconds": "180"},
 }
-"""Environment of a Ray that starts on a busy machine, where 20 seconds until it answers are too few."""
+"""Environment of a Ray that starts on a busy machine, on which 20 seconds until it answers are too few."""
 
 
 def free_port() -> int:

@@ -147,7 +147,7 @@ def test_an_upgrade_loses_no_request(ray_cluster: str, start: Callable[..., Depl
         ask(first, key, "next").raise_for_status()
 
 
-def test_a_command_ends_soon_that_finds_no_place(start: Callable[..., Deployed]) -> None:
+def test_shutdown_does_not_wait_for_a_pending_replica(start: Callable[..., Deployed]) -> None:
     """One of two replicas has no place: the end does not wait until it has."""
     deployed = start("--replica-cpus", str(0.75 * (os.cpu_count() or 1)))
     ends = time.monotonic() + 120

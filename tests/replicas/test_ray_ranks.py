@@ -66,8 +66,8 @@ def test_ranks_of_replicas_are_processes(capsys: pytest.CaptureFixture[str]) -> 
     assert "argument --distributed-executor-backend: outrider deploy has the ranks" in capsys.readouterr().err
 
 
-def test_the_death_of_an_actor_ends_the_engine_and_frees_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over IPv6, where the machine has it."""
+def test_a_dead_actor_ends_the_engine_and_frees_its_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over IPv6, if the machine has it."""
     with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
         monkeypatch.setattr(ray_launch, "THIS_MACHINE", "::1")
     with LLM(dtype="float32", device="cpu", max_model_len=256, **RAY) as llm:

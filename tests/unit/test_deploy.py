@@ -99,7 +99,7 @@ def test_commands_of_the_images(deploy):
 
 
 def served(deploy) -> dict[str, tuple[Any, float]]:
-    """Of each way to deploy: the parsed command, and the seconds between SIGTERM and SIGKILL."""
+    """Parsed command and seconds between SIGTERM and SIGKILL, of each way to deploy."""
     pod = stateful_set(deploy)
     stop = float(container(deploy)["lifecycle"]["preStop"]["exec"]["command"][1])
     unit = dict(unit_lines(deploy))
@@ -267,7 +267,7 @@ def test_a_field_that_kubernetes_does_not_know_is_noticed(deploy):
         kubernetes_validate.validate(content, KUBERNETES[-1], strict=True)
 
 
-# --- with the tools themselves, where they are ------------------------------------------------------------------------
+# --- with the tools themselves, if installed ------------------------------------------------------------------------
 
 
 def test_kustomize(deploy):

@@ -20,7 +20,7 @@ def _texts(rng: Random, documents: int) -> Iterator[str]:
 
 
 def train_tokenizer(demo: Demo) -> None:
-    """Train the tokenizer and save it, with its chat template, beside the base and the draft model."""
+    """Train the tokenizer and save it, with its chat template, next to the base and the draft model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

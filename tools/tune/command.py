@@ -99,7 +99,7 @@ def tune_model(
     """Search, write the found configs and print them.
 
     Raises:
-        OutriderError: what is at the file's place is no such file.
+        OutriderError: the path exists and is no such file.
     """
     from .search import TRITON_VERSION, make_jobs, tune
     from .workloads import WorkSizes
@@ -108,11 +108,11 @@ def tune_model(
     try:
         file = resumed(path, device, TRITON_VERSION)
     except KernelConfigError as error:
-        raise OutriderError(f"--output: {error}; move it away to begin anew", param="output") from error
+        raise OutriderError(f"--output: {error}; move it away to start over", param="output") from error
     if path.exists() and not file.entries:
-        print(f"{path} is of another device or Triton: begun anew")
+        print(f"{path} is of another device or Triton: started over")
     jobs = make_jobs(model, sizes or WorkSizes())
     kept = sum(job.key in file.entries for job in jobs)
     print(f"{device.name}, Triton {TRITON_VERSION}: {len(jobs)} shapes, {kept} kept from before; in {path}", flush=True)
     if not tune(jobs, searcher, file, path, lambda found: print(found, flush=True)):
-        print("the budget has ended; the same command goes on")
+        print("the budget has ended; the same command continues")

@@ -20,7 +20,7 @@ _COLUMNS = ("name", "num_tokens", "created_at")
 
 def add_commands(admin: Commands) -> None:
     """Add the commands."""
-    group = admin.group("prefix", "beginnings of prompts whose KV all tenants share, as they are no secret")
+    group = admin.group("prefix", "prefixes of prompts whose KV all tenants share, as they are no secret")
     add = group.add("add", _add, "declare a shared prompt prefix")
     add.add_argument("name", metavar="NAME")
     source = add.add_mutually_exclusive_group(required=True)

@@ -33,7 +33,7 @@ class Result(NamedTuple):
 def add_measurement(
     kinds: Any, name: str, measure: Callable[[argparse.Namespace], Result], description: str, short: str
 ) -> argparse.ArgumentParser:
-    """Add a command that runs `measure`, prints its table and writes the files that are asked for; returns its
+    """Add a command that runs `measure`, prints its table and writes the files that are requested; returns its
     parser, which has --output-json and --plot."""
     parser: argparse.ArgumentParser = kinds.add_parser(name, help=short, description=description, allow_abbrev=False)
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result as JSON")

@@ -21,7 +21,7 @@ class Run:
     """Requests that go through an engine, and their times."""
 
     def __init__(self, core: EngineCore, name: str) -> None:
-        """`name` stands before the messages of errors."""
+        """`name` is the prefix of error messages."""
         self.records: dict[str, RequestRecord] = {}
         """By request id, in the order of arrival."""
         self.live: set[str] = set()

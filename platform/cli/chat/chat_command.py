@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _HELP = """\
 /model NAME    talk to that model or adapter; without a name, list them
-/system TEXT   set the system prompt and begin anew; without a text, remove it
-/clear         begin anew
+/system TEXT   set the system prompt and start a new conversation; without a text, remove it
+/clear         start a new conversation
 /help          show this
 /exit          leave (or Ctrl-D)
 Ctrl-C stops the answer that is being written."""

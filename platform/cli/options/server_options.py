@@ -111,7 +111,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "Adapters: where they come from, and what may be loaded over HTTP": {
         "lora_modules": _repeated(
-            'adapters to serve, as name=path or {"name": ..., "path": ..., "draft_path": ...}, where draft_path, the '
+            'adapters to serve, as name=path or {"name": ..., "path": ..., "draft_path": ...}; draft_path, the '
             "folder of draft weights, may be left out (default: draft/ in path); a path may also be a hub id, org/name "
             "or org/name@revision, or a URL such as s3://bucket/folder; implies --enable-lora",
             "NAME=PATH",

@@ -1,4 +1,4 @@
-"""vLLM's flags of `core.vllm_options`, which `outrider serve` accepts and then ignores or refuses."""
+"""vLLM's flags of `core.compat.vllm_options`, which `outrider serve` accepts and then ignores or refuses."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class LoadedAdapters:
     # --- vLLM's verbs, with integers ------------------------------------------------------------------------------
 
     async def add(self, request: LoRARequest) -> bool:
-        """Load an adapter unless it is registered under its name from the same folder, or place on the hub."""
+        """Load an adapter unless it is registered under its name from the same folder or hub repository."""
         _check(request)
         same = self.int_ids.is_known(request)
         registered = (info for info in await self.list() if info.name == request.name)
@@ -216,7 +216,7 @@ class LoadedAdapters:
     # --- the record -----------------------------------------------------------------------------------------------
 
     def _record(self, loaded: _LoadedAdapter) -> None:
-        """Record an adapter as it was loaded. Whoever takes its request from here means it by its name: requests that
+        """Record an adapter as it was loaded. Its request, as it is returned here, means it by name: requests that
         were accepted before a load in place run on the new version."""
         self._loaded[loaded.request.name] = loaded._replace(request=replace(loaded.request, loaded=True))
         self._release(loaded.request.name)

@@ -26,7 +26,7 @@ _MAX_SHOWN_NAMES = 20
 
 
 def resolve_lora(lora: AnyLoRA | None, known: Callable[[], Mapping[str, LoRARequest]]) -> LoRA | None:
-    """Return the adapter of a request. `known` are the adapters that a name may mean, asked for only for a name.
+    """Return the adapter of a request. `known` are the adapters that a name may mean, read only for a name.
 
     Raises:
         NotFoundError: no adapter has that name.

@@ -1,7 +1,7 @@
 """Comparison of adapters with the model that is about to be started, from config.json and headers alone.
 
 The engine checks every shape once the model is loaded, which takes minutes for a large one. A user with an adapter of
-another model on the command line hears of it at once. This module imports no torch.
+another model on the command line is reported at once. This module imports no torch.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class EngineLoop:
             self._stopping = True
 
     def _refuse(self, message: Undecodable) -> None:
-        """Answer a message that cannot be decoded, so that no request waits for ever."""
+        """Answer a message that cannot be decoded, so that no request waits forever."""
         logger.error("A message cannot be decoded: %s", message.error.message)
         self._failed += [TokenDelta(request_id, error=message.error) for request_id in message.request_ids]
         if message.call_id is not None:

@@ -255,7 +255,7 @@ class ClientLink:
             shutil.rmtree(self.folder)
             self.folder = tempfile.mkdtemp(prefix="outrider-", dir="/tmp")
         # The process's own context, which is never terminated: ending one waits for its sockets, and when the garbage
-        # collector frees a link that was not closed, it would wait for ever.
+        # collector frees a link that was not closed, it would wait forever.
         self._socket: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that calls `_receive`
         self._on_message: Callable[[Message], None] = lambda message: None

@@ -174,7 +174,7 @@ class EngineProcess:
                 await asyncio.sleep(pause)
 
     async def _watch(self, pause: float) -> None:
-        """End the process when its engine no longer answers between two steps: it would hold its requests for ever."""
+        """End the process when its engine no longer answers between two steps: it would hold its requests forever."""
         last, num_missed = -1, 0
         while num_missed < _HANG_CHECKS:
             await asyncio.sleep(pause)
@@ -304,7 +304,7 @@ class Supervisor:
         return await asyncio.shield(self._started)
 
     async def _supervise_safely(self, started: asyncio.Future[EngineInfo]) -> None:
-        """Supervise; when the supervision itself fails, give up, so that no caller waits for ever."""
+        """Supervise; when the supervision itself fails, give up, so that no caller waits forever."""
         try:
             await self._supervise(started)
         except Exception as error:

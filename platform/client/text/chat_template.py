@@ -152,7 +152,7 @@ def _in_form(tokenizer: Any, template: str | None, conversation: list[dict[str, 
 
 
 class _CallsForm(NamedTuple):
-    """How a template reads an assistant's message with calls."""
+    """Form in which a template reads an assistant's message with calls."""
 
     content: str
     """Content next to which it writes calls: "any", "empty", or "null" (DeepSeek's templates)."""

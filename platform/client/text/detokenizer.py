@@ -46,7 +46,7 @@ class TokenDecoder:
         if self._before.endswith(REPLACEMENT):  # a prompt cut inside a character is no context
             self._context, self._before = [], ""
         self.has_text_before = bool(self._before)
-        """True when the first token stands inside a text."""
+        """True if the first token is inside a text."""
         self._unspaced = unspaced
         self._after_special = False
 
@@ -136,7 +136,7 @@ class IncrementalDetokenizer:
 
     @property
     def has_text_before(self) -> bool:
-        """True when the first token stands inside a text, the prompt's."""
+        """True if the first token is inside a text, the prompt's."""
         return self._decoder.has_text_before
 
     def update(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> StopMatch | None:
@@ -171,7 +171,7 @@ class IncrementalDetokenizer:
         self.text = text
 
     def _search(self, before: int, left_out: str, new: str) -> tuple[int, int, str] | None:
-        """(end, start, stop) of the stop string that a token completes first, as places in `text`, which had `before`
+        """(end, start, stop) of the stop string that a token completes first, as indices in `text`, which had `before`
         characters and got `new` ones; `left_out` is what the token adds to the whole text alone."""
         assert self._stops is not None
         if left_out:
@@ -194,7 +194,7 @@ class IncrementalDetokenizer:
         return min(matches, default=None)
 
     def _shown(self, position: int) -> int:
-        """The place in `text` of a place in the whole text."""
+        """Index in `text` of an index of the whole text."""
         hidden = self._num_hidden
         for start, end in reversed(self._gaps):
             if end <= position:

@@ -1,4 +1,4 @@
-"""Beginnings of prompts whose KV all tenants may share: the operator has declared that they are no secret."""
+"""Prefixes of prompts whose KV all tenants may share: the operator has declared that they are no secret."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _MAX_COMPARED = 4
 """Calls and results that are compared one by one with a template that refuses marks: each is a rendering."""
 
 Search = Callable[[str, str, int], int | None]
-"""Finds a text in the prompt from a place on; returns where it ends."""
+"""Finds a text in the prompt from an index on; returns the index of its end."""
 Render = Callable[[list[dict[str, Any]]], str]
 """The chat template with its options, applied to a conversation."""
 
@@ -45,7 +45,7 @@ def check_texts_arrive(conversation: list[dict[str, Any]], rendered: str) -> Non
 
 
 def _find_text(text: str, rendered: str, start: int, searches: list[Search]) -> int | None:
-    """Find the place where `text` ends in `rendered`, from `start` on; None when it is missing.
+    """Index of the end of `text` in `rendered`, from `start` on; None when it is missing.
 
     The search that succeeds becomes the first one: a template treats all texts alike, and a search that fails looks at
     all that is left of `rendered`.
@@ -123,7 +123,7 @@ def missing_tools(conversation: list[dict[str, Any]], render: Render) -> list[To
 
 def check_tools_arrive(conversation: list[dict[str, Any]], missing: list[ToolPlace], text: str, render: Render) -> None:
     """Refuse a conversation whose tool calls or results the template leaves out. One of `missing` may be written
-    otherwise, such as escaped: the prompt with other text in that place alone must then be another one."""
+    otherwise, such as escaped: the prompt with other text there alone must then be another one."""
     for place in missing:
         if not _is_same(text, render, place.replaced(conversation, everything=True)):
             return  # and so are the others: to render them all takes too long

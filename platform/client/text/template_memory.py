@@ -255,7 +255,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=1)
 def _use_bounded_compiler() -> None:
-    """Put the bounded compiler in the place of transformers'."""
+    """Replace transformers' compiler by the bounded one."""
     from transformers.utils import chat_template_utils as library
 
     # Of an empty template: to compile one computes what is constant in it.

@@ -56,7 +56,7 @@ class Document:
         return None
 
     def define(self, schema: Any) -> Any:
-        """A schema to write in several places instead of this one: a reference to it, if it is long."""
+        """A schema to write several times instead of this one: a reference to it, if it is long."""
         if not isinstance(schema, dict) or (
             len(schema) == 1 and isinstance(schema.get("type") or schema.get("$ref"), str)
         ):

@@ -67,11 +67,11 @@ Bound = tuple[Fraction, bool]
 
 def _read_flags(schema: dict[str, Any]) -> None:
     """Read draft 4's flags, as OpenAPI 3.0 has them: {"minimum": 0, "exclusiveMinimum": true}."""
-    for keyword, beside in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+    for keyword, inclusive in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(flag := schema.get(keyword), bool):
             del schema[keyword]
-            if flag and beside in schema:
-                schema[keyword] = schema.pop(beside)
+            if flag and inclusive in schema:
+                schema[keyword] = schema.pop(inclusive)
 
 
 def _tighter(inclusive: float | None, exclusive: float | None, sign: int) -> Bound | None:

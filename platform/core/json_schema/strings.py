@@ -128,7 +128,7 @@ def _split(pattern: str, groups: list[tuple[int, int]]) -> _Patterns:
         if start < end:
             continue  # within the one before
         is_first = not rest and pattern[end:start] in ("^", "") and is_one_way
-        other = _beside(pattern[start:after]) if is_first else None
+        other = _from_look_ahead(pattern[start:after]) if is_first else None
         if other is None:
             is_exact = False
         else:
@@ -141,7 +141,7 @@ def _split(pattern: str, groups: list[tuple[int, int]]) -> _Patterns:
     return _Patterns([head + rest + pattern[end:], *others], is_exact)
 
 
-def _beside(group: str) -> str | None:
+def _from_look_ahead(group: str) -> str | None:
     """Pattern for strings at whose start a look-ahead matches; None if it cannot be expressed."""
     kind, body = group[:3], group[3:-1]
     if _look_around(body):

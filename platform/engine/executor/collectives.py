@@ -91,7 +91,7 @@ class ProcessRanks:
         return int(self.sum(torch.tensor([float(yes)], device=self._device))) == self.size
 
     def abort(self) -> None:
-        """End waits of this process's device for a rank that is gone: NCCL's kernels would wait for ever, in a replayed
+        """End waits of this process's device for a rank that is gone: NCCL's kernels would wait forever, in a replayed
         graph unnoticed by its watchdog. gloo notices by itself. The awaited values are undefined then."""
         if self._device == "cuda":
             self._group.abort()

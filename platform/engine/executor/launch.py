@@ -42,7 +42,7 @@ class RemoteRank(Protocol):
     """Socket to it, for `messages`."""
 
     def ended(self) -> str | None:
-        """How it ended; None: it has not, or the reason is unknown."""
+        """Cause of its end; None: it runs, or the reason is unknown."""
 
     def end(self) -> None:
         """Kill it."""

@@ -25,7 +25,7 @@ _FEWEST_PROMPT_TOKENS = 16
 """Minimum of prompt tokens in a step whose time gives that of one token."""
 
 
-def swap_pays(block_bytes: int, bytes_per_second: float, block_tokens: int, tokens_per_second: float) -> bool:
+def swap_is_cheaper(block_bytes: int, bytes_per_second: float, block_tokens: int, tokens_per_second: float) -> bool:
     """Return True when copying a block to the host and back takes less time than computing its tokens again."""
     return 2 * block_bytes / bytes_per_second < block_tokens / tokens_per_second
 
@@ -53,7 +53,7 @@ class SwapCost:
         if self._bytes_per_second is None or self._prompt_token_seconds is None:
             return True
         rates = self._bytes_per_second, 1 / self._prompt_token_seconds
-        return swap_pays(self.block_bytes, rates[0], self._block_tokens, rates[1])
+        return swap_is_cheaper(self.block_bytes, rates[0], self._block_tokens, rates[1])
 
 
 class HostTier:

@@ -73,7 +73,7 @@ class PrefixCache:
         self.keeps_finished = keeps_finished
         self.block_size = block_size
         self.events: CacheEvents | None = None
-        """Records changes of what new sequences can find; None: nobody wants to know."""
+        """Records changes of what new sequences can find; None: there is no listener."""
         self.num_queries = 0
         self.num_hits = 0
         self._block_of: dict[bytes, int] = {}
@@ -239,9 +239,10 @@ class PrefixCache:
         if self.host is not None:
             self.host.cost.observe(plan, seconds)
 
-    def reset(self) -> bool:
-        """Drop all blocks that no sequence uses, and all of the host's; True when the cache is empty."""
-        for block in [block for block in self._hash_of if self.pool.is_free(block)]:
+    def reset(self, *, with_used: bool = False) -> bool:
+        """Drop all blocks that no sequence uses, or `with_used` all blocks, and all of the host's; True when the cache
+        is empty."""
+        for block in [block for block in self._hash_of if with_used or self.pool.is_free(block)]:
             self._forget(block)
         if self.host is not None:
             self.host.reset()

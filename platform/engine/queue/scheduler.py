@@ -153,6 +153,13 @@ class Scheduler:
             self._preempt(request)
         self.prefix_cache.reset()
 
+    def forget_kv(self) -> None:
+        """Let no sequence find the KV of now. Running ones go on with theirs, and publish none of it until they have
+        been preempted. Nothing may be in flight."""
+        for request in self._queue.running:
+            request.namespace = None
+        self.prefix_cache.reset(with_used=True)
+
     def schedule(self) -> StepPlan:
         """Plan a step under the token budget: first running sequences with one token to compute, and drafts; then
         running and waiting prompts with the rest, each in the policy's order."""

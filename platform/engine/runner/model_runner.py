@@ -97,7 +97,7 @@ class Launched:
 
     plan: StepPlan
     work: Future[_Queued] | Done[_Queued]
-    places: dict[Request, int]
+    sampled_index: dict[Request, int]
     """Index of each request among the sampled rows."""
     block_tables: Sequence[Sequence[int]]
     """KV blocks of each row, also of a sequence that has since finished."""
@@ -140,11 +140,11 @@ class ModelRunner:
             before: The step in flight, whose tokens the rows of `plan` continue.
         """
         drafts = plan.can_overlap_next and self._drafts_on_device
-        prepared = prepare(plan, {} if before is None else before.places, drafts=drafts)
+        prepared = prepare(plan, {} if before is None else before.sampled_index, drafts=drafts)
         earlier = before.work if before is not None and prepared.followed else None
         work = self._queue.submit(lambda: self._work(prepared, earlier, plan.can_overlap_next, plan.moves))
-        places = {row.request: place for place, row in enumerate(prepared.chosen)}
-        return Launched(plan, work, places, prepared.rows.block_tables)
+        sampled_index = {row.request: index for index, row in enumerate(prepared.chosen)}
+        return Launched(plan, work, sampled_index, prepared.rows.block_tables)
 
     def collect(self, launched: Launched) -> StepResult:
         """Wait for a step. Does not change requests: `Scheduler.commit` does."""
@@ -265,7 +265,7 @@ class ModelRunner:
         return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
 
     def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Sampling | None:
-        """Sample for the rows that reach their end, in their order; None when none does. `overshoot`: of these rows."""
+        """Sample the rows whose last token is computed, in their order; None if there are none. `overshoot`: theirs."""
         hidden, index, chosen = computed.output.hidden, prepared.with_logits, prepared.chosen
         if not chosen:
             return None

@@ -63,8 +63,8 @@ def rehearse_prompts(
     config, pool = scheduler.config, scheduler.pool
     if config.max_num_seqs < 2:
         return
-    beside = PROMPT + _ROOM  # the request that decodes, and this one's own tokens
-    room = min(config.max_model_len - _ROOM, (pool.num_free - 4) * scheduler.prefix_cache.block_size - 2 * beside)
+    reserved = PROMPT + _ROOM  # the request that decodes, and this one's own tokens
+    room = min(config.max_model_len - _ROOM, (pool.num_free - 4) * scheduler.prefix_cache.block_size - 2 * reserved)
 
     def add(request: Request) -> None:
         if adapters is not None:

@@ -45,9 +45,9 @@ class Prepared(NamedTuple):
     """The rows, if the device drafts without the host; else empty."""
 
 
-def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prepared:
-    """Read a step's sequences. `places`: each request's index among the chosen rows of the step before; `drafts`: the
-    device drafts without the host."""
+def prepare(plan: StepPlan, sampled_index: dict[Request, int], *, drafts: bool) -> Prepared:
+    """Read a step's sequences. `sampled_index`: requests' indices among the chosen rows of the step before; `drafts`:
+    the device drafts without the host."""
     planned, requests = plan.rows, [row.request for row in plan.rows]
     counts = [row.num_tokens for row in planned]
     firsts = list(accumulate(counts, initial=0))
@@ -81,7 +81,9 @@ def prepare(plan: StepPlan, places: dict[Request, int], *, drafts: bool) -> Prep
         step.drafting.extend(map(_row_on_device, planned, firsts))
     rows.device_tokens = device_tokens(given)
     if any(row.awaits_token for row in plan.rows):
-        step.followed.extend(places[row.request] if row.awaits_token else len(places) for row in plan.rows)
+        step.followed.extend(
+            sampled_index[row.request] if row.awaits_token else len(sampled_index) for row in plan.rows
+        )
     return step
 
 

@@ -134,7 +134,7 @@ class GrammarState:
             return mask
         longest = max((len(self.grammar.vocabulary.text(token)) for token in _members(mask, _MAX_SPELLINGS)), default=0)
         text = self._sure_text(drafts, max(longest, _WINDOW_BYTES)) if longest else b""
-        # A token that goes on after that text leaves a choice: " -" or " ", before a number.
+        # A token that continues after that text leaves a choice: " -" or " ", before a number.
         if text and longest <= len(text):
             first = self._usual(drafts, text)
             if first is not None and _allows(mask, first):

@@ -1,6 +1,6 @@
 """Compiled grammars of requests with structured outputs, and the vocabulary that they are compiled for.
 
-A grammar is compiled in a thread, while steps go on, when its first request is about to be admitted; the request waits
+A grammar is compiled in a thread when its first request is about to be admitted: steps continue, and the request waits
 for it. `grammar_state.py` follows it.
 """
 

@@ -1,6 +1,6 @@
 """End of a list of calls before its tokens are used up: a list that is cut off inside a call is useless.
 
-A model may go on with unwanted calls. It may begin another one if the remaining tokens can hold one as long as the
+A model may continue with unwanted calls. It may begin another one if the remaining tokens can hold one as long as the
 longest so far, and a quarter more.
 """
 

@@ -224,7 +224,7 @@ def _penalties(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
 
 def _end_thinking(logits: Tensor, rows: Sequence[LogitsRow]) -> None:
     """Only the next token of the end mark, when the tokens of reasoning are used up. A token that another edit has
-    excluded is not forced: then the reasoning goes on."""
+    excluded is not forced: then the reasoning continues."""
     pairs = [(row.place, _forced_end(row)) for row in rows]
     forced = [(place, token) for place, token in pairs if token is not None]
     if not forced:

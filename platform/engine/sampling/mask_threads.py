@@ -1,7 +1,7 @@
 """Threads that compute masks concurrently with the engine, which waits a bounded time for them in each step.
 
 The package `llguidance` bounds the states that a token may need, but not the time: a token takes microseconds in nearly
-all grammars, and seconds in ambiguous ones. It releases Python's lock meanwhile, so the engine goes on without the
+all grammars, and seconds in ambiguous ones. It releases Python's lock meanwhile, so the engine continues without the
 sequences that are not ready. Once a thread is stuck, the next step's sequences have another one.
 """
 
@@ -89,7 +89,7 @@ class _Batch:
     def _result(self, job: Job) -> Any:
         try:
             return job.work(self._deadline)
-        except BaseException:  # of the package, whose panics are no Exception: the others go on
+        except BaseException:  # of the package, whose panics are no Exception: the others continue
             logger.exception("a grammar could not be followed")
             job.state.fail("the grammar could not be followed; the server's log says why")
             return None

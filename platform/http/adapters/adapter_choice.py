@@ -87,7 +87,7 @@ def _hint(name: str) -> str:
     base, colon, number = name.removeprefix("+").rpartition(":")
     if not (base and colon and len(name) <= _MAX_HINTED and number.replace(".", "", 1).isdecimal()):
         return ""
-    return f" (a weight has a decimal point and stands in a sum, such as '+{base}:0.5')"
+    return f" (a weight has a decimal point and is part of a sum, such as '+{base}:0.5')"
 
 
 def _part(models: ModelView, name: str, field: str) -> LoRARequest:

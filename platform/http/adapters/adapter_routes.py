@@ -35,6 +35,7 @@ async def load_adapter(request: Request) -> Response:
     """Register an adapter from a folder or another allowed source, or one that arrives with the call."""
     principal = await _may_have_adapters(request)
     serving = serving_of(request)
+    serving.check_ready()  # before gigabytes arrive
     memory = serving.llm.sources.memory
     upload: Upload | None = None
     with contextlib.ExitStack() as stack:
@@ -51,13 +52,12 @@ async def load_adapter(request: Request) -> Response:
             raise PermissionDeniedError(message, param="pinned")
         tenant = _owner(serving, principal, body.tenant)
         _check_allowed(serving, principal, body.lora_name)
-        serving.check_ready()
+        serving.models.check_free(body.lora_name, tenant=tenant, load_inplace=body.load_inplace)
         if isinstance(body, LoadAdapterRequest) and body.lora_shm is not None:
             _check_shared_memory(serving, principal)
             upload = stack.enter_context(memory.upload(tenant))
             await receive_shared_memory(body, upload, memory.max_adapter_bytes)
         async with serving.adapter_locks.of(engine_name(tenant, body.lora_name)):
-            serving.models.check_free(body.lora_name, tenant=tenant, load_inplace=body.load_inplace)
             if not principal.is_admin:
                 stack.enter_context(serving.models.room_for(body.lora_name, tenant, principal.max_adapters))
             if upload is not None:
@@ -176,7 +176,7 @@ async def pin_adapter(request: Request) -> Response:
 
 @router.post("/v1/unpin_lora_adapter", response_model=None, openapi_extra=documented(PinAdapterRequest))
 async def unpin_adapter(request: Request) -> Response:
-    """Let an adapter go when others need its place."""
+    """Let an adapter be evicted when others need its memory."""
     return _success(await _set_pinned(request, False), "unpinned")
 
 

@@ -153,7 +153,7 @@ class AdapterSync:
                 yield row
 
     async def _load(self, row: StoredAdapter) -> None:
-        """Take one adapter. A plain one is read when it is first asked for. One that cannot be loaded is tried again at
+        """Take one adapter. A plain one is read when it is first requested. One that cannot be loaded is tried again at
         the next change, and sooner if that is not the adapter's fault."""
         key = (row.tenant, row.name)
         roots = self._roots_of((row.path, row.draft_path), row.tenant)

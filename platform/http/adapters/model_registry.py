@@ -49,7 +49,7 @@ class _Facts:
     root: str | None = None
     """Where it came from, as the user wrote it; None: its folder."""
     info: AdapterInfo = dataclasses.field(default_factory=lambda: _UNREAD)
-    """As the engine said last, and what has been done here since."""
+    """Facts as the engine reported them last, with the changes made here since."""
     draft: str = ""
     """`AdapterInfo.draft` when the files had been read."""
 
@@ -142,7 +142,7 @@ class ModelRegistry:
 
     @contextlib.contextmanager
     def room_for(self, name: str, tenant: str, max_adapters: int) -> Iterator[None]:
-        """Keep one of the tenant's places while its adapter is being loaded.
+        """Keep one of the tenant's adapter slots while its adapter is being loaded.
 
         Raises:
             InvalidUserInputError: it has as many adapters as it may have.

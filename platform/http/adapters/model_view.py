@@ -99,7 +99,7 @@ class ModelView:
         )
 
     def _spellings(self, name: str) -> Iterator[str]:
-        """The name, and its part behind a base model's name and a colon."""
+        """The name, and its part after a base model's name and a colon."""
         yield name
         for base in self._registry.base_names:
             if name.startswith(f"{base}:"):
@@ -128,7 +128,7 @@ class ModelView:
         await self._registry.discover(name for name in names if self.allows(name) and self._allows_shared(name))
 
     def _names_in(self, texts: Sequence[str]) -> Iterator[str]:
-        """Every adapter's name that the texts may hold: with a base model's name before it, a weight behind it, in a
+        """Every adapter's name that the texts may hold: with a base model's name before it, a weight after it, in a
         sum."""
         for text in texts:
             for piece in (text, text.removeprefix("+"), *text.split("+")[: MAX_PARTS + 1]):

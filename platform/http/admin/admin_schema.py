@@ -50,13 +50,13 @@ class ErrorBody(BaseModel):
 
 
 class LimitFields(RequestModel):
-    """Bounds of a tenant or key; null: no bound. Where both have one, both hold."""
+    """Bounds of a tenant or key; null: no bound. If both have one, both hold."""
 
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = Field(default=None, description="Prompt and output tokens")
     max_concurrent_requests: Count | None = None
     max_queued_requests: CountOrZero | None = Field(
-        default=None, description="That wait for one of the concurrent places"
+        default=None, description="That wait for one of the concurrent slots"
     )
     max_context_tokens: Count | None = Field(default=None, description="Prompt and max_tokens of one request")
     max_output_tokens: Count | None = Field(default=None, description="max_tokens of one request")
@@ -75,7 +75,7 @@ class TenantCreate(RequestModel):
 
 
 class TenantUpdate(RequestModel):
-    """Fields to change; the others stay, also inside `limits`, where null takes a bound away."""
+    """Fields to change; the others stay, also inside `limits`, in which null takes a bound away."""
 
     weight: Weight = 1.0
     limits: LimitFields = LimitFields()

@@ -43,7 +43,7 @@ async def query(request: Request, work: Callable[P, T], *args: P.args, **kwargs:
 
 
 async def change(request: Request, work: Callable[[Store], T]) -> T:
-    """Call `work`, which changes the database in the name of who asks, and let this server know of it before the answer
+    """Call `work`, which changes the database in the caller's name, and notify this server before the answer
     is sent."""
     tenancy = tenancy_of(request)
     result = await tenancy.database.run(work, tenancy.store.by(actor_of(request)))

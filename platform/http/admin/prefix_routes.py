@@ -1,4 +1,4 @@
-"""`/admin/v1/prefixes`: beginnings of prompts that are no secret, so that all tenants share their KV."""
+"""`/admin/v1/prefixes`: prefixes of prompts that are no secret, so that all tenants share their KV."""
 
 from __future__ import annotations
 

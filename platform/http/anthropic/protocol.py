@@ -1,5 +1,5 @@
 """Request bodies of the Messages API. The values of messages and tools are checked by `translation`, which names the
-place of what is wrong."""
+path of what is wrong."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
     """Chat request with all but the messages, which are those of `chat_messages`.
 
     Raises:
-        InvalidRequestError: a tool or the choice is wrong; `param` names the place.
+        InvalidRequestError: a tool or the choice is wrong; `param` names it.
     """
     fields: dict[str, Any] = {"messages": []}
     choice = body.tool_choice

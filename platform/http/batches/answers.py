@@ -18,7 +18,7 @@ from .lines import CustomIds
 
 
 class _Written(msgspec.Struct):
-    """What recovery reads of a line."""
+    """Fields of a line that recovery reads."""
 
     custom_id: str
 

@@ -1,4 +1,4 @@
-"""One batch, from where it stands to its end.
+"""One batch, from its present state to its end.
 
     validating -> in_progress -> finalizing -> completed, expired or failed
          |             `------> cancelling -> cancelled
@@ -189,15 +189,15 @@ class BatchRun:
         return end
 
     async def _answer_lines(self) -> None:
-        async with Sender(self._app, place=self._place) as sender:
-            places = asyncio.Semaphore(self._batches.max_lines)
+        async with Sender(self._app, turn=self._turn) as sender:
+            slots = asyncio.Semaphore(self._batches.max_lines)
             async with asyncio.TaskGroup() as tasks, aclosing(self._unanswered()) as requests:
-                await places.acquire()
+                await slots.acquire()
                 async for request in requests:
                     task = tasks.create_task(self._answer_line(sender, request))
                     self._batches.hold(task, len(request.body))
-                    task.add_done_callback(lambda _: places.release())
-                    await places.acquire()  # no more lines are read than are answered
+                    task.add_done_callback(lambda _: slots.release())
+                    await slots.acquire()  # no more lines are read than are answered
                     if self._batches.held_bytes > MAX_HELD_BYTES:
                         await asyncio.wait((task,))
 
@@ -222,7 +222,7 @@ class BatchRun:
                     yield request
 
     @contextlib.asynccontextmanager
-    async def _place(self) -> AsyncIterator[Acting]:
+    async def _turn(self) -> AsyncIterator[Acting]:
         while (principal := self._principal()) is None:
             await asyncio.sleep(TICK_SECONDS)  # the next look at the batch ends it
         async with self._batches.turns.turn(principal):

@@ -28,7 +28,9 @@ MAX_DEATHS = 3
 """Tries of a line during which the engine died: it may be what kills it, for everybody."""
 MAX_WAIT = 60.0
 """Longest time in seconds between two tries: a tenant's limits may be raised meanwhile."""
-_PASSING = frozenset(("OverloadedError", "ServiceUnavailableError", "EngineAsleep", "ShuttingDownError"))
+_PASSING = frozenset(
+    ("OverloadedError", "ServiceUnavailableError", "EngineAsleep", "RequestAborted", "ShuttingDownError")
+)
 """Types of errors with status 503 that say nothing about the request. In Anthropic's form all have one type."""
 
 _acting: ContextVar[Acting | None] = ContextVar("acting", default=None)
@@ -41,17 +43,17 @@ class Sender:
         self,
         app: ASGIApp,
         *,
-        place: Callable[[], AbstractAsyncContextManager[Acting | None]] = contextlib.nullcontext,
+        turn: Callable[[], AbstractAsyncContextManager[Acting | None]] = contextlib.nullcontext,
         max_waits: int | None = None,
     ) -> None:
         """
         Args:
-            place: a context that each try is made in, and no pause; it says on whose behalf. None: that of a client
+            turn: a context that each try is made in, and no pause; it says on whose behalf. None: that of a client
                 without a key.
             max_waits: tries that the server's state may cost a line; None: any number.
         """
         self._app = app
-        self._place = place
+        self._turn = turn
         self._max_waits = max_waits
         self._resume_at = 0.0
         self._client: httpx.AsyncClient
@@ -78,7 +80,7 @@ class Sender:
         while True:
             while (pause := self._resume_at - loop.time()) > 0:
                 await asyncio.sleep(pause)
-            async with self._place() as acting:
+            async with self._turn() as acting:
                 _acting.set(acting)
                 response = await self._client.post(request.url, content=request.body, headers=headers)
             if response.status_code not in (409, 429, 503, 529):

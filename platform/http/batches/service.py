@@ -71,7 +71,7 @@ class Batches:
         self._long_thread = ThreadPoolExecutor(1, "outrider-batch-files")
         self.held_bytes = 0
         """Bytes of lines that are being answered."""
-        self.turns = Turns(self._load, self._has_place)
+        self.turns = Turns(self._load, self._has_slot)
         self.max_line_bytes = config.max_body_bytes + LINE_OVERHEAD
         self.max_open = config.max_tenant_batches
         """Batches of a tenant that have not ended."""
@@ -152,7 +152,7 @@ class Batches:
     def principal(self, tenant: str, key_id: str) -> Principal | None:
         """Principal of a batch's requests, as its tenant and key are now; None if the key does not count any more."""
         tenancy = self._serving.tenancy
-        if tenancy is None or not key_id:  # everybody's, or an operator's whom no database knows
+        if tenancy is None or not key_id:  # everybody's, or an operator's, who is in no database
             return OPEN
         principal = tenancy.directory.principal(key_id)
         return principal if principal is not None and principal.tenant == tenant else None
@@ -191,9 +191,9 @@ class Batches:
         has_seat = serving.state == "ready" and serving.queue.num_in_engine < self._num_seats()
         return Load(has_seat, self.max_lines)
 
-    def _has_place(self, principal: Principal) -> bool:
+    def _has_slot(self, principal: Principal) -> bool:
         tenancy = self._serving.tenancy
-        return tenancy is None or tenancy.limiter.has_place(principal)
+        return tenancy is None or tenancy.limiter.has_slot(principal)
 
     # --- life -----------------------------------------------------------------------------------------------------
 

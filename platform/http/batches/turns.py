@@ -3,7 +3,7 @@
 A line runs when all hold:
 - fewer than `max_lines` lines of all batches run;
 - the engine has a free seat, so that no client's request waits behind it;
-- its tenant has a free place, and half of the tenant's places are left to its clients (`max_concurrent_requests`).
+- its tenant has a free slot, and half of the tenant's slots are left to its clients (`max_concurrent_requests`).
 
 Those who wait are let in by their order, and one that may not run yet does not block the others.
 """
@@ -38,10 +38,10 @@ class _Waiter(NamedTuple):
 class Turns:
     """Turns of all lines of a server. Belongs to its event loop."""
 
-    def __init__(self, load: Callable[[], Load], has_place: Callable[[Principal], bool]) -> None:
-        """`has_place` returns True if the limits let one more sequence of a principal run at once."""
+    def __init__(self, load: Callable[[], Load], has_slot: Callable[[Principal], bool]) -> None:
+        """`has_slot` returns True if the limits let one more sequence of a principal run at once."""
         self._load = load
-        self._has_place = has_place
+        self._has_slot = has_slot
         self._waiting: list[_Waiter] = []
         self._running: Counter[str] = Counter()  # by tenant
         self._timer: asyncio.TimerHandle | None = None
@@ -91,7 +91,7 @@ class Turns:
 
     def _may_run(self, principal: Principal) -> bool:
         bounds = (principal.tenant_limits.max_concurrent_requests, principal.key_limits.max_concurrent_requests)
-        places = min((bound for bound in bounds if bound is not None), default=None)
-        if places is not None and self._running[principal.tenant] >= max(1, places // 2):
+        slots = min((bound for bound in bounds if bound is not None), default=None)
+        if slots is not None and self._running[principal.tenant] >= max(1, slots // 2):
             return False
-        return self._has_place(principal)
+        return self._has_slot(principal)

@@ -80,7 +80,7 @@ def _either(one: Shape | None, other: Shape | None) -> Shape | None:
 
 
 def shape_of(annotation: Any) -> Shape:
-    """The shape of a type. One that stands among the metadata of an `Annotated` comes first."""
+    """The shape of a type. One in the metadata of an `Annotated` comes first."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return next((extra for extra in args[1:] if isinstance(extra, Shape)), None) or shape_of(args[0])
@@ -140,7 +140,7 @@ class _Walk:
         self._to_compare = MAX_COMPARED_NAMES
 
     def walk(self, content: dict[str, Any], model: type[LenientModel], place: str) -> None:
-        """Walk through an object; `place` is the path of its fields, such as "messages[0]."."""
+        """Walk through an object; `place` is the prefix of its fields' paths, such as "messages[0]."."""
         shapes = _shapes(model)
         for name in [name for name in content if name in shapes]:
             if content[name] is not None:

@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 class AcceptanceTotals:
-    """Follows the snapshots of an engine, and of those that take its place when it dies."""
+    """Follows the snapshots of an engine, and of those that replace it when it dies."""
 
     def __init__(self) -> None:
         self._run_id = ""

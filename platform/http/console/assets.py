@@ -1,6 +1,6 @@
 """The console's files: read once, kept in memory, sent with headers that let browsers keep them.
 
-The page itself is asked for anew each time (by its ETag); everything else has the digest of all files in its path, so
+The page itself is requested each time (by its ETag); everything else has the digest of all files in its path, so
 that browsers may keep it for good and never mix the files of two versions.
 """
 

@@ -67,5 +67,5 @@ async def stats(
 
 @functools.cache
 def _assets() -> Assets:
-    """The console's files, read when the page is first asked for."""
+    """The console's files, read when the page is first requested."""
     return Assets()

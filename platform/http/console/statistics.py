@@ -29,7 +29,7 @@ from .stats_schema import (
 )
 
 MIN_INTERVAL = 0.8
-"""Seconds that a snapshot is good for: less than one, so that who asks every second always gets a new one."""
+"""Seconds that a snapshot is good for: less than one, so that polls each second always get a new one."""
 MAX_HISTORY = 300
 """Longest history in seconds."""
 MAX_ADAPTERS = 200

@@ -147,4 +147,4 @@ class Stats(BaseModel):
     adapters_left_out: int
     tenants: list[TenantFacts]
     history: list[Point] | None = None
-    """The seconds before, the oldest first, if asked for."""
+    """The seconds before, the oldest first, if requested."""

@@ -9,7 +9,7 @@ from ...core.errors import invalid
 
 
 def page(items: Sequence[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """The page that begins behind the item with the id `after`, or at the first one.
+    """The page that begins after the item with the id `after`, or at the first one.
 
     Raises:
         InvalidRequestError: no item has that id.

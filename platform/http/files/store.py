@@ -289,7 +289,7 @@ class Upload:
         with self._lock:
             assert self._is_open
             record = self._finish(filename, purpose, expires_after)
-            self._end()  # before the client hears of it, who may upload the next one
+            self._end()  # before the client, which may upload the next one, gets the reply
             return record
 
     def _finish(self, filename: str, purpose: str, expires_after: int | None) -> FileRecord:

@@ -79,7 +79,7 @@ class Generation:
 
     @property
     def first_token_seconds(self) -> float | None:
-        """Seconds from the acceptance of the request, waits for places included, to the first output."""
+        """Seconds from the acceptance of the request, waits for slots included, to the first output."""
         return None if self.first_at is None else self.first_at - self.prepared.arrival_time
 
 

@@ -51,7 +51,7 @@ async def ping(request: Request) -> Response:
 async def load(request: Request) -> Response:
     """Number of sequences that run or wait."""
     queue = serving_of(request).queue
-    return JSONResponse({"server_load": queue.num_in_engine + queue.num_for_places})
+    return JSONResponse({"server_load": queue.num_in_engine + queue.num_for_slots})
 
 
 @router.get("/version", response_model=None)

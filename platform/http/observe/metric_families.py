@@ -31,7 +31,7 @@ _WAITING_REASONS = ("capacity", "adapter_loading", "adapter_rows", "max_loras")
 
 
 class FamilyCollector(Collector):
-    """Collector that makes its families anew for each scrape."""
+    """Collector that makes new families for each scrape."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families
@@ -93,7 +93,7 @@ def tenancy_families(tenancy: Tenancy) -> Iterator[Metric]:
     """Families of the limiter's queue and the ledger, on a server with tenants."""
     ledger = tenancy.ledger.status
     yield from _gauges(
-        limiter_waiting=("Sequences that wait for their tenant's or key's places.", tenancy.limiter.num_waiting),
+        limiter_waiting=("Sequences that wait for their tenant's or key's slots.", tenancy.limiter.num_waiting),
         ledger_pending_rows=("Requests that have ended and are not in the database.", ledger.num_pending),
         ledger_lag_seconds=("Since the first of them ended; 0 without any.", ledger.lag_seconds),
         ledger_database_up=("1 while the ledger's database answers.", not ledger.database_is_away),

@@ -125,7 +125,7 @@ class Metrics:
             histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", labels, times),
             histogram(
                 "request_queue_time_seconds",
-                "From a request's arrival to its first step, waits for places too.",
+                "From a request's arrival to its first step, waits for slots too.",
                 labels,
                 times,
             ),

@@ -1,4 +1,4 @@
-"""Observation of every HTTP request from outside: one line in the log, counts of refusals, and a trace where that is
+"""Observation of every HTTP request from outside: one line in the log, counts of refusals, and a trace if that is
 on.
 
 What happens inside is kept in the request's `RequestLog` by those who know it: its generations, the error handlers. No
@@ -71,7 +71,7 @@ class RequestLog:
     """The path's pattern, of which there are few."""
     principal: Principal | None = None
     model: str = ""
-    """The name that was asked for, of a model that there is."""
+    """The name that was requested, of a model that there is."""
     model_field: str = ""
     """Field in which the request names its adapters; "" on routes that run none."""
     error: str = ""
@@ -79,7 +79,7 @@ class RequestLog:
     reason: str = ""
     """Error's type, or the limit that was reached."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Fields of the request that were ignored: the first place of each, by its path without indices."""
+    """Fields of the request that were ignored: the first path of each, without indices."""
     generations: list[Generation] = field(default_factory=list)
     """Its prompts, once they run."""
     tokenizer: Any = None
@@ -170,7 +170,7 @@ def log_tokenizer(tokenizer: Any) -> None:
 
 
 def log_ignored(path: str) -> None:
-    """Note that a field of the request, such as "messages[0].id", is ignored. It is named once for all places that
+    """Note that a field of the request, such as "messages[0].id", is ignored. It is named once for all paths that
     differ by an index, in characters that a header can hold; beyond `MAX_IGNORED` fields the last one is "..."."""
     log = _current.get()
     if log is None or "..." in log.ignored:
@@ -235,12 +235,12 @@ class Observer:
             logger.info("request", extra=with_fields(fields))
 
     def _texts(self, log: RequestLog) -> dict[str, Any]:
-        told = [(g.prompt_token_ids, g.pieces) for g in log.begun if g.pieces is not None]
-        if not told:
+        logged = [(g.prompt_token_ids, g.pieces) for g in log.begun if g.pieces is not None]
+        if not logged:
             return {}
         tokenizer = log.tokenizer or self._serving.llm.tokenizer
         decode = str if tokenizer is None else tokenizer.decode
         return {
-            "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in told],
-            "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in told],
+            "prompts": [shorten(decode(ids[:MAX_TEXT]), MAX_TEXT) for ids, _ in logged],
+            "outputs": [shorten("".join(pieces), MAX_TEXT) for _, pieces in logged],
         }

@@ -35,7 +35,7 @@ class Startup:
     adapters: Sequence[AdapterInfo]
     config: ServerConfig
     port: int
-    """Port in use, also if 0 was asked for."""
+    """Port in use, also if 0 was requested."""
     seconds: float
     """Seconds from the command to now."""
     database: DatabaseFacts | None = None

@@ -96,9 +96,10 @@ class Accepted(Generic[BodyT]):
                 await asyncio.sleep(0)  # other tasks run between the checks of two prompts
             made[index] = await llm.prepare(
                 job.prompts[index],
-                job.params_of(index, llm.info.max_model_len),
+                job.params,
                 job.id_of(index),
                 lora_request=job.lora,
+                default_max_tokens=job.default_max_tokens,
                 arrival_time=job.arrival.monotonic,
                 **job.options,
             )

@@ -25,7 +25,7 @@ from .tools.grammar import answer_constraint
 from .tools.parser import AnswerParser, PlainText
 
 PROMPT_END = 16
-"""Last tokens of a prompt among which the mark of reasoning stands that a chat template has begun."""
+"""Number of a prompt's last tokens that are searched for the mark of reasoning that a chat template opened."""
 
 
 class ChatJob(NamedTuple):

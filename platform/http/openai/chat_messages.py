@@ -50,7 +50,7 @@ class ContentPart(LenientModel):
 
 
 class ChatMessage(LenientModel):
-    """Fields of a message. Their values are checked by `normalize_messages`, which names the place of what is wrong."""
+    """Fields of a message. Their values are checked by `normalize_messages`, which names the path of what is wrong."""
 
     unsupported = MESSAGE_UNSUPPORTED
     role: str

@@ -102,7 +102,7 @@ class Completions:
         self._plain = body.logprobs is None and not (body.return_token_ids or body.return_draft_status)
 
     def answer(self, collected: Collected) -> dict[str, Any]:
-        """The answer: choices, usage, and the optional fields that were asked for."""
+        """The answer: choices, usage, and the optional fields that were requested."""
         answer: dict[str, Any] = {
             "choices": [
                 self.choice(i, choice, collected.prompts[choice.prompt_index])
@@ -121,7 +121,7 @@ class Completions:
         """A choice of the whole answer."""
         body = self._body
         echo = self._prompt_text(choice.prompt_index, prompt.token_ids) if body.echo else ""
-        drop = _only_scores(body)
+        drop = _only_scores(body) and choice.finish_reason != "abort"
         token_ids = [] if drop else choice.token_ids
         entries = [] if drop else choice.logprobs
         result: dict[str, Any] = {

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...client.pooling import cosine, model_labels, model_pooling
-from ...core.errors import InvalidRequestError, OutriderError
+from ...core.errors import InvalidRequestError, RequestAbortedError
 from ...core.pooling import PoolingParams, classifying
 from ...core.sampling_params import SamplingParams
 from ..body.reader import documented
@@ -98,7 +98,7 @@ async def classify(request: Request) -> Response:
 async def _similarities(
     accepted: Accepted[Any], first: Sequence[Any], second: Sequence[Any], endpoint: str, field: str
 ) -> tuple[list[float], Job]:
-    """Cosine of each first text with the second one at its place; see `_run`."""
+    """Cosine of each first text with the second one at its index; see `_run`."""
     distinct = list(dict.fromkeys([*first, *second]))  # texts, or tuples of token ids
     vectors, job = await _pooled(accepted, distinct, accepted.body.params(), endpoint, field)
     vector_of = dict(zip(distinct, vectors, strict=True))
@@ -152,7 +152,7 @@ async def _run(
 
     found = await until_disconnect(accepted.request, collect())
     if len(found) < len(prompts):
-        raise OutriderError("the request was aborted")
+        raise RequestAbortedError("the request was aborted before it had a result; send it again")
     return [found[index] for index in range(len(prompts))], job
 
 

@@ -95,7 +95,7 @@ class StreamWriter(Protocol):
 
 
 class ChunkWriter:
-    """Writer of chunks. What stands around a chunk's choices is prepared once: a chunk costs a few string joins."""
+    """Writer of chunks. The text around a chunk's choices is prepared once: a chunk costs a few string joins."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ChunkWriter:
 
     def events(self, event: Event) -> Iterator[str]:
         """See StreamWriter. Tokens without text, such as half a character or a special one, have a chunk only if
-        usage is asked for with every chunk."""
+        usage is requested with every chunk."""
         choices = self._encoder.choices(event)
         for choice in choices:
             yield from self.chunk(choice)
@@ -140,7 +140,7 @@ class ChunkWriter:
         yield f',"usage":{dumps(usage_of(self._job))}}}\n\n' if self._continuous else self._tail
 
     async def last(self) -> Iterator[str]:
-        """See StreamWriter: usage and metrics, if asked for."""
+        """See StreamWriter: usage and metrics, if requested."""
         extras = {}
         if self._usage:
             extras["usage"] = usage_of(self._job)
@@ -191,7 +191,7 @@ class EventStreamResponse(Response):
     """Sends server-sent events; closes `source`, which `body` reads from, as soon as the client is gone."""
 
     def __init__(self, body: AsyncGenerator[bytes], source: AsyncGenerator[Event], headers: Mapping[str, str]) -> None:
-        # No call of the parent's: it renders a whole body.
+        # super().__init__() is skipped: it renders the whole body.
         self.status_code = 200
         self.background = None
         self.raw_headers = _HEADERS + [(name.encode(), value.encode()) for name, value in headers.items()]

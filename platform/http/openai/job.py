@@ -53,22 +53,22 @@ class Job:
     keeps_output: bool = True
     """False if only the prompt's log-probabilities are wanted: the one generated token is dropped."""
     beam: BeamSearchParams | None = None
-    """Parameters of a beam search; its `max_tokens` are those of `params_of`. None: tokens are sampled."""
+    """Parameters of a beam search; its `max_tokens` are those of `prepared`. None: tokens are sampled."""
     searching: dict[int, int] = field(default_factory=dict)
     """Output tokens of the beam searches that run, by prompt."""
     principal: Principal = OPEN
     endpoint: str = ""
     model: str = ""
-    """Model as asked for."""
+    """Model as requested."""
     arrival: Arrival = field(default_factory=now)
     on_admitted: Callable[[], None] = lambda: None
-    """Called when the job has its places and waits no longer."""
+    """Called when the job has its slots and waits no longer."""
     prepared: list[Prepared] = field(default_factory=list)
     """A request for each prompt, once they have been checked."""
     generations: list[Generation] = field(default_factory=list)
     """A generation for each prompt, once the job runs."""
     counts: Counts = field(default_factory=Counts)
-    """What these have counted."""
+    """Counts of all generations."""
 
     @property
     def prompt_lengths(self) -> tuple[int, ...]:
@@ -93,15 +93,6 @@ class Job:
     def id_of(self, index: int) -> str:
         """The id of one of the prompts with the engine's client."""
         return self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
-
-    def params_of(self, index: int, max_model_len: int) -> SamplingParams:
-        """The parameters for one of the prompts."""
-        if self.params.max_tokens is not None:
-            return self.params
-        if self.default_max_tokens is None:
-            return self.params
-        room = max_model_len - len(self.prompts[index].token_ids)
-        return self.params.clone(max_tokens=max(1, min(self.default_max_tokens, room)))
 
     def grant(self, max_tokens: Sequence[int]) -> None:
         """Lower the `max_tokens` of each prompt to what the limits leave, unless the client has named one.
@@ -150,12 +141,12 @@ class Job:
             )
 
     def demand(self) -> Demand:
-        """Demand of the job on the tenant's limits."""
+        """Demand of the job, once it is prepared, on the tenant's limits."""
         return Demand(
             prompt_tokens=self.prompt_lengths,
             n=self.params.n,
             max_tokens=self.params.max_tokens if self.keeps_output else 0,
-            default_max_tokens=self.default_max_tokens,
+            room=tuple(prepared.params.max_tokens or 1 for prepared in self.prepared),
             max_tokens_field=self.max_tokens_field,
         )
 

@@ -16,7 +16,7 @@ FLOOR = -9999.0
 
 Entries = dict[int, Logprob]
 Shown: TypeAlias = int | Sequence[int]
-"""Alternatives that are shown at a position: so many of the most likely ones, or these tokens."""
+"""Alternatives that are shown at a position: the number of the most likely ones, or these tokens."""
 Packed = tuple[Any, ...]
 """Entries as one plain tuple: token id and fields of its Logprob, one after the other. It takes half of the memory, and
 Python's garbage collector soon passes it by: half a million `Logprob`s take it 0.1 s, and nothing else is served."""
@@ -93,7 +93,7 @@ class CompletionLogprobs:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _by_text(self, token_id: int, entries: Entries, chosen: str) -> dict[str, float]:
-        """The most likely tokens and the chosen one, which has the text `chosen`. Where two have the same text, the
+        """The most likely tokens and the chosen one, which has the text `chosen`. If two have the same text, the
         less likely one is called "token_id:N"."""
         top = _top(entries, self._shown)
         if all(i != token_id for i, _ in top):

@@ -119,7 +119,7 @@ class RerankRequest(PoolingFields):
     top_n: int | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: int | None = None
-    """Cohere's: a longer document is cut after so many tokens."""
+    """Cohere's: a longer document is cut after this number of tokens."""
 
     @property
     def texts(self) -> list[Any]:

@@ -165,7 +165,7 @@ class SamplingValues(DecodingValues):
                 )
 
     def sampling_params(self, defaults: Mapping[str, Any], **changes: Any) -> SamplingParams:
-        """The sampling parameters asked for over the `defaults`, with `changes` on top; InvalidRequestError names a
+        """The sampling parameters requested over the `defaults`, with `changes` on top; InvalidRequestError names a
         wrong one. Without `max_tokens` in the request it is None, and the job decides, prompt by prompt."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_NAMES}
         if self.repetition_detection is not None:

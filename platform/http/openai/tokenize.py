@@ -17,7 +17,7 @@ from ...core.sampling_params import quote_for_error
 from ..adapters.adapter_choice import adapter_of_model
 from ..body.reader import documented, read_body
 from ..protect.accounting import charge_call
-from ..serving_state import principal_of, serving_of
+from ..serving_state import Serving, principal_of, serving_of
 from .chat_messages import normalize_messages
 from .json_pieces import json_answer
 from .protocol import DetokenizeRequest, TokenizeRequest
@@ -81,6 +81,12 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
     )
 
 
+def num_text_ids(serving: Serving, tokenizer: Any) -> int:
+    """Bound of the token ids that may be made text; an adapter's tokenizer may have more than the model."""
+    size = serving.llm.info.vocab_size
+    return size if tokenizer is serving.llm.tokenizer else max(size, len(tokenizer))
+
+
 @router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Text of at most 4 x max_model_len token ids."""
@@ -89,9 +95,7 @@ async def detokenize(request: Request) -> Response:
     await charge_call(request)
     lora = await visible_adapter(request, body.model)
     tokenizer = needed((await serving.llm.requests.processor_of(lora)).tokenizer, "/detokenize", "tokens")
-    size, limit = serving.llm.info.vocab_size, DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
-    if tokenizer is not serving.llm.tokenizer:
-        size = max(size, len(tokenizer))
+    size, limit = num_text_ids(serving, tokenizer), DETOKENIZE_CONTEXTS * serving.llm.info.max_model_len
     if len(body.tokens) > limit:
         raise invalid(
             "tokens", f"has {len(body.tokens)} ids; at most {limit} are taken ({DETOKENIZE_CONTEXTS} x max_model_len)"

@@ -86,10 +86,10 @@ async def admitted(serving: Serving, job: Job) -> AsyncGenerator[Callable[[], No
 
 async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
     """Admit the job, or raise the reason why not; a job that is refused or cancelled leaves nothing behind."""
-    serving.check_ready()  # it may be draining since the job was prepared, and no request may wait for a place then
+    serving.check_ready()  # it may be draining since the job was prepared, and no request may wait for a slot then
     tenancy.ledger.check()
     limiter = tenancy.limiter
-    ticket = await limiter.admit(job.principal, job.demand(), serving.llm.info.max_model_len)
+    ticket = await limiter.admit(job.principal, job.demand())
     try:
         if not tenancy.directory.is_valid(job.principal):  # any more: there may have been a queue, or a slow body
             raise AuthenticationError("The API key has expired or has been revoked")

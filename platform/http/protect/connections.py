@@ -1,6 +1,6 @@
 """One client's connection, with bounds on what it may cost.
 
-uvicorn's protocol takes any number of connections, headers of any size, and waits for ever for a request to arrive or
+uvicorn's protocol takes any number of connections, headers of any size, and waits forever for a request to arrive or
 an answer to be fetched. This one refuses, in the shape of every other error, and closes.
 """
 

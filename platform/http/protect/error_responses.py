@@ -146,7 +146,7 @@ def plain_response(status: int, message: str, headers: Mapping[str, str] | None 
 
 
 def _meant_path(request: Request) -> str | None:
-    """Path of the route that a client with a wrong base URL wanted: "/v1" is missing, or something stands before it."""
+    """Path of the route that a client with a wrong base URL wanted: "/v1" is missing, or something precedes it."""
     path = request.url.path
     for meant in (f"/v1{path}", path[path.rfind("/v1/") :]):
         if meant.startswith("/v1/") and meant != path and len(meant) <= _LONGEST_HINT:

@@ -7,7 +7,7 @@ import re
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 ASKED_METHOD = "outrider.method"
-"""Key of a request's scope: the method as the client sent it, where another one is routed."""
+"""Key of a request's scope: the method as the client sent it, if another one is routed."""
 
 _SLASHES = re.compile("//+")
 _WITH_NAMES = "/v1/models/"

@@ -173,7 +173,7 @@ class Directory:
     def _read(self, known: Snapshot) -> Snapshot:
         """The database's state; `known` itself when nothing has changed. In the directory's thread."""
         with self._database.read() as connection:
-            # The revision first: where a statement sees more than the one before, the next look reads once too often.
+            # The revision first: if a statement sees more than the one before, the next look reads once too often.
             revision = read_revision(connection)
             if revision == known.revision:
                 return known

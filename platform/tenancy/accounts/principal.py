@@ -33,14 +33,14 @@ AdapterNames: TypeAlias = Annotated[
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Bounds on what a tenant or a key uses; None: no bound. Where both have one, both hold."""
+    """Bounds on what a tenant or a key uses; None: no bound. If both have one, both hold."""
 
     requests_per_minute: Bound | None = None
     tokens_per_minute: Bound | None = None
     """Prompt and output tokens; a request reserves its prompt and `max_tokens`, and gets back what it did not use."""
     max_concurrent_requests: Bound | None = None
     max_queued_requests: BoundOrZero | None = None
-    """Requests that may wait for one of the concurrent places; None: no bound, if places are bounded."""
+    """Requests that may wait for one of the concurrent slots; None: no bound, if slots are bounded."""
     max_context_tokens: Bound | None = None
     """Prompt and `max_tokens` of one request."""
     max_output_tokens: Bound | None = None

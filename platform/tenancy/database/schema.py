@@ -82,7 +82,7 @@ shared_prefixes = Table(
     Column("token_ids", JSON, nullable=False),
     Column("created_at", Double, nullable=False),
 )
-"""Beginnings of prompts whose KV all tenants share, since an admin has said that they are no secret."""
+"""Prefixes of prompts whose KV all tenants share, since an admin has said that they are no secret."""
 
 revisions = Table(
     "revisions",

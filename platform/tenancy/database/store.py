@@ -48,7 +48,7 @@ class Store:
     """Changes that administrators make. Every name that does not exist is a NotFoundError."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time, actor: Actor | None = None) -> None:
-        """`actor`: who makes the changes."""
+        """`actor`: author of the changes, for the audit log."""
         self._database = database
         self._clock = clock
         self._actor = actor or Actor()
@@ -157,7 +157,7 @@ class Store:
         return key, made.secret
 
     def list_keys(self, tenant: str | None = None, *, revoked: bool = False) -> list[Key]:
-        """Keys, oldest first; those of one tenant, and the revoked ones, if asked for."""
+        """Keys, oldest first; those of one tenant, and the revoked ones, if requested."""
         with self._database.read() as connection:
             if tenant is not None:
                 _tenant(connection, tenant)

@@ -264,7 +264,7 @@ class Journal:
         room = self.max_bytes - self._num_bytes
         if needed > room:
             raise JournalError(
-                f"the journal is full: {len(self._states)} requests of which the database has not heard, and "
+                f"the journal is full: {len(self._states)} requests that are not in the database, and "
                 f"{self._num_bytes} bytes of {self.max_bytes}"
             )
         try:

@@ -139,7 +139,7 @@ class LedgerWriter:
             with self._database.write() as connection:
                 connection.execute(self._insert, [row.values() for row in rows])
         except (InvalidRequestError, IntegrityError):
-            # The database is there, and takes one of the rows for wrong. It must not hold up all others for ever.
+            # The database is there, and takes one of the rows for wrong. It must not hold up all others forever.
             if len(rows) > 1:
                 for row in rows:
                     self._commit([row])

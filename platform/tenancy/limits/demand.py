@@ -14,15 +14,16 @@ _OF_TENANT = " for this tenant or key (max_context_tokens)"
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request in numbers. `n` sequences of each of several prompts count as what they are: so many requests, and so
-    many times `max_tokens`; a prompt is computed once."""
+    """A request in numbers. `n` sequences of each of several prompts count as what they are: `n` requests for each, and
+    `n` times `max_tokens`; a prompt is computed once."""
 
     prompt_tokens: tuple[int, ...]
     n: int = 1
     max_tokens: int | None = None
     """`max_tokens` of the request; None: not given. 0: the prompts are only scored."""
-    default_max_tokens: int | None = None
-    """Default of `max_tokens`, or fewer if the context ends first; None: as many as fit."""
+    room: tuple[int, ...] = ()
+    """The most tokens after each prompt if `max_tokens` is not given: its default, or what the model's context
+    leaves."""
     max_tokens_field: str = "max_tokens"
     """Name of the field in the request."""
 
@@ -32,13 +33,13 @@ class Demand:
         return self.n * len(self.prompt_tokens)
 
     def num_tokens(self, max_tokens: Sequence[int]) -> int:
-        """The most that it can use, with so many for each prompt."""
+        """The most that it can use, with these for each prompt."""
         return sum(self.prompt_tokens) + self.n * sum(max_tokens)
 
 
-def fit(demand: Demand, limits: Sequence[Limits], max_model_len: int, most_tokens: int | None = None) -> list[int]:
-    """`max_tokens` for each prompt. One that the client named is never changed; else it is as large as the default,
-    the context and the limits allow.
+def fit(demand: Demand, limits: Sequence[Limits], most_tokens: int | None = None) -> list[int]:
+    """`max_tokens` for each prompt. One that the client named is never changed; else it is as large as the room after
+    the prompt and the limits allow.
 
     Args:
         limits: all of which hold.
@@ -61,9 +62,10 @@ def fit(demand: Demand, limits: Sequence[Limits], max_model_len: int, most_token
             raise invalid(demand.max_tokens_field, f"is {named}; max_output_tokens of this tenant or key is {output}")
         granted = [named] * len(demand.prompt_tokens)
     else:
-        bounds = [bound for bound in (demand.default_max_tokens, output) if bound is not None]
-        size = max_model_len if context is None else min(context, max_model_len)
-        granted = [max(1, min([size - length, *bounds])) for length in demand.prompt_tokens]
+        granted = [most if output is None else min(most, output) for most in demand.room]
+        if context is not None:
+            lengths = zip(granted, demand.prompt_tokens, strict=True)
+            granted = [min(most, context - length) for most, length in lengths]  # the check has left at least 1
         room = _least((rate, most_tokens))
         if room is not None and demand.num_tokens(granted) > room:
             share = (room - sum(demand.prompt_tokens)) // demand.num_sequences
@@ -88,7 +90,7 @@ def _check_tenant_context(demand: Demand, context: int) -> None:
 
 
 def _check_sequences(demand: Demand, limits: Sequence[Limits]) -> None:
-    """Refuse more sequences than there are places, or requests a minute: they would never be admitted."""
+    """Refuse more sequences than there are slots, or requests a minute: they would never be admitted."""
     for limit in limits:
         for name in ("max_concurrent_requests", "requests_per_minute"):
             bound = getattr(limit, name)

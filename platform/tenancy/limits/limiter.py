@@ -19,10 +19,10 @@ from .buckets import SECOND, Charge, RateBucket
 from .budgets import Budget
 from .counts import CountTable
 from .demand import Demand, fit
-from .places import Claim, Places
 from .queue_bound import QueueBound
 from .scopes import Clock, ReadUsage, Scope, ScopeTable
 from .shared_counts import LEASE_SECONDS, CommonClock, Turns
+from .slots import Claim, Slots
 
 T = TypeVar("T")
 
@@ -48,9 +48,9 @@ class Ticket:
         self.since = 0
         """Time of the admission, in nanoseconds of the limiter's clock."""
         self.waiting = ExitStack()
-        """Its count among the requests that wait for places; closing it takes it out of the count."""
+        """Its count among the requests that wait for slots; closing it takes it out of the count."""
         self.is_open = True
-        self._claims: list[tuple[Places, Claim]] = []
+        self._claims: list[tuple[Slots, Claim]] = []
         self._requests: list[tuple[RateBucket, Charge]] = []
         self._tokens: list[tuple[RateBucket, Charge]] = []
         self._budgets: list[Budget] = []
@@ -68,31 +68,31 @@ class Ticket:
                 self._budgets.append(scope.budget)
 
     @property
-    def has_places(self) -> bool:
+    def has_slots(self) -> bool:
         """True when it waits for none."""
         return len(self._claims) == len(self.scopes) and all(claim.is_held for _, claim in self._claims)
 
-    def claim_places(self) -> None:
-        """Claim the places that it does not have yet, the key's first and then the tenant's: all claim them in this
+    def claim_slots(self) -> None:
+        """Claim the slots that it does not have yet, the key's first and then the tenant's: all claim them in this
         order, one after another, so none waits for another in a circle."""
         for scope in list(reversed(self.scopes))[len(self._claims) :]:
-            claim = scope.places.claim(self.num_sequences, self.since)
-            self._claims.append((scope.places, claim))
+            claim = scope.slots.claim(self.num_sequences, self.since)
+            self._claims.append((scope.slots, claim))
             if not claim.is_held:
                 break
 
-    async def take_places(self) -> None:
-        """Wait for all places."""
+    async def take_slots(self) -> None:
+        """Wait for all slots."""
         with self.waiting:
-            while not self.has_places:
+            while not self.has_slots:
                 await self._claims[-1][1].granted
-                self.claim_places()
+                self.claim_slots()
 
     def settle(self, used_tokens: int, clock: Clock, *, ended_at: float, ran: bool) -> None:
-        """Leave the places, and give back the unused tokens, and the request too if it never `ran`."""
+        """Leave the slots, and give back the unused tokens, and the request too if it never `ran`."""
         self.waiting.close()
-        for places, claim in self._claims:
-            places.leave(claim)
+        for slots, claim in self._claims:
+            slots.leave(claim)
         now = clock.monotonic_ns()
         for bucket, charge in self._tokens:
             bucket.give_back(charge, max(0, self.num_tokens - used_tokens), now)
@@ -131,50 +131,50 @@ class Limiter:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for one of their tenant's or key's places."""
-        return self.queue.num_for_places
+        """Sequences that wait for one of their tenant's or key's slots."""
+        return self.queue.num_for_slots
 
-    async def admit(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket:
-        """Admit a request: at once, or when its tenant and key have places for it. A request that is cancelled
+    async def admit(self, principal: Principal, demand: Demand) -> Ticket:
+        """Admit a request: at once, or when its tenant and key have slots for it. A request that is cancelled
         meanwhile has used nothing. The ticket must be given to `release`.
 
         Raises:
             InvalidRequestError: the request is larger than a limit will ever allow.
             RateLimitError: it is over a limit now; `retry_after` says for how long.
-            OverloadedError: it would have to wait, for a place or in the engine, and too many do.
+            OverloadedError: it would have to wait, for a slot or in the engine, and too many do.
             OutriderError: a budget's use is not known and cannot be read; or the server refuses those who wait.
         """
         while True:
-            granted = await self._counted(principal, lambda: self._grant(principal, demand, max_model_len))
+            granted = await self._counted(principal, lambda: self._grant(principal, demand))
             if isinstance(granted, Ticket):
                 break
             await granted.read(
                 self._read_usage, self._clock, self._own_clock.time(), functools.partial(self._counted, principal)
             )
         try:
-            if self._refuses_waiting is not None and not granted.has_places:
+            if self._refuses_waiting is not None and not granted.has_slots:
                 raise self._refuses_waiting
-            await granted.take_places()
+            await granted.take_slots()
         except BaseException:
             self.release(granted, 0, ran=False)
             raise
         return granted
 
-    def _grant(self, principal: Principal, demand: Demand, max_model_len: int) -> Ticket | Scope:
-        """A ticket with all that the request needs, but for places that it must wait for; or a scope whose used budget
+    def _grant(self, principal: Principal, demand: Demand) -> Ticket | Scope:
+        """A ticket with all that the request needs, but for slots that it must wait for; or a scope whose used budget
         is not known yet. Errors: see `admit`."""
         scopes = self._scopes.of(principal)
         for scope in scopes:
             if self._is_unread(principal, scope):
                 return scope
         budgets = [scope.budget.remaining for scope in scopes if scope.budget is not None]
-        max_tokens = fit(demand, [scope.limits for scope in scopes], max_model_len, min(budgets, default=None))
+        max_tokens = fit(demand, [scope.limits for scope in scopes], min(budgets, default=None))
         ticket = Ticket(principal, demand, max_tokens, scopes)
         waits = self._check(principal, ticket)
         ticket.charge(self._clock.monotonic_ns(), "" if self._turns is None else self._turns.new_key())
-        ticket.claim_places()  # now, and not when the request's task resumes: others may come before that
+        ticket.claim_slots()  # now, and not when the request's task resumes: others may come before that
         if waits:
-            ticket.waiting.enter_context(self.queue.wait_for_places(ticket.num_sequences))
+            ticket.waiting.enter_context(self.queue.wait_for_slots(ticket.num_sequences))
             for scope in scopes:
                 ticket.waiting.enter_context(scope.wait(ticket.num_sequences))
         return ticket
@@ -197,10 +197,10 @@ class Limiter:
         else:
             self._turns.do(ticket.principal, settle)
 
-    def has_place(self, principal: Principal) -> bool:
-        """False if one more sequence of the principal would have to wait for a place, as far as this server knows."""
-        places = [scope.places for scope in self._scopes.of(principal)]
-        return not any(p.num_waiting or (p.is_known and not p.has_room(1)) for p in places)
+    def has_slot(self, principal: Principal) -> bool:
+        """False if one more sequence of the principal would have to wait for a slot, as far as this server knows."""
+        slots = [scope.slots for scope in self._scopes.of(principal)]
+        return not any(p.num_waiting or (p.is_known and not p.has_room(1)) for p in slots)
 
     def check_call(self, principal: Principal) -> None:
         """Refuse, before anything costly is done for it, a request that `admit` would refuse.
@@ -229,17 +229,17 @@ class Limiter:
         await self._counted(principal, charge)
 
     def change_limits(self, principals: Iterable[Principal]) -> None:
-        """Hold new limits, of all keys that there are, for requests that wait: there may be places for them now."""
+        """Hold new limits, of all keys that there are, for requests that wait: there may be slots for them now."""
         waiting = {scope.tenant for scope in self._scopes.all() if scope.num_waiting}
         for principal in principals:
             if principal.tenant in waiting:
                 self._scopes.of(principal)
 
     def refuse_waiting(self, error: OutriderError) -> None:
-        """Fail all that wait for places: the server is shutting down."""
+        """Fail all that wait for slots: the server is shutting down."""
         self._refuses_waiting = error
         for scope in self._scopes.all():
-            scope.places.refuse_waiting(error)
+            scope.slots.refuse_waiting(error)
 
     async def close(self) -> None:
         """Bring the last counts to the database. Nothing is admitted or released afterwards."""
@@ -263,7 +263,7 @@ class Limiter:
     # --- counts ---
 
     async def _counted(self, principal: Principal, work: Callable[[], T]) -> T:
-        """Do `work`, which waits for nothing, with the counts of all servers; at once where this one counts alone or
+        """Do `work`, which waits for nothing, with the counts of all servers; at once if this one counts alone or
         there are no limits. A ticket that it made for a request cancelled meanwhile is released."""
         self._scopes.forget_idle()
         if self._turns is None or not self._scopes.of(principal):
@@ -293,12 +293,12 @@ class Limiter:
     # --- checks ---
 
     def _check(self, principal: Principal, ticket: Ticket) -> bool:
-        """Check all but the size of the request; returns True when it has to wait for places."""
+        """Check all but the size of the request; returns True when it has to wait for slots."""
         for scope in ticket.scopes:
             self._check_budget(principal, scope, ticket.num_tokens)
             self._check_rate(principal, scope, "requests_per_minute", ticket.num_sequences)
             self._check_rate(principal, scope, "tokens_per_minute", ticket.num_tokens)
-        if all(scope.places.has_room(ticket.num_sequences) for scope in ticket.scopes):
+        if all(scope.slots.has_room(ticket.num_sequences) for scope in ticket.scopes):
             self.queue.check(ticket.num_sequences)
             return False
         for scope in ticket.scopes:
@@ -312,7 +312,7 @@ class Limiter:
                     f"max_queued_requests is {most}",
                     QUEUE_RETRY_SECONDS,
                 )
-        self.queue.check(ticket.num_sequences, for_places=True)
+        self.queue.check(ticket.num_sequences, for_slots=True)
         return True
 
     def _check_budget(self, principal: Principal, scope: Scope, tokens: int) -> None:

@@ -19,10 +19,10 @@ class Bounds(NamedTuple):
 
 
 class QueueBound:
-    """Counts the sequences that wait: W = P + max(0, E - S), where P wait for places of their tenant or key, E have
+    """Counts the sequences that wait: W = P + max(0, E - S), where P wait for slots of their tenant or key, E have
     been passed to the engine and have not ended, and S is the number of its seats. Belongs to one event loop.
 
-    W grows when a request comes, and only then is it checked: who gets a place leaves P for E, which adds at most as
+    W grows when a request comes, and only then is it checked: with a slot it leaves P for E, which adds at most as
     much to W as it takes away. So no request in the queue is refused later. The engine refuses by the same
     rule (E <= S + the bound), and never comes to it here.
     """
@@ -30,19 +30,19 @@ class QueueBound:
     def __init__(self, bounds: Callable[[], Bounds] = Bounds) -> None:
         """`bounds`: asked whenever a request comes; the engine may not have started yet."""
         self.bounds = bounds
-        self.num_for_places = 0
+        self.num_for_slots = 0
         self.num_in_engine = 0
 
     @property
     def num_waiting(self) -> int:
         """W."""
-        return self.num_for_places + max(0, self.num_in_engine - self.bounds().num_seats)
+        return self.num_for_slots + max(0, self.num_in_engine - self.bounds().num_seats)
 
-    def check(self, count: int, *, for_places: bool = False) -> None:
+    def check(self, count: int, *, for_slots: bool = False) -> None:
         """Refuse `count` more sequences if too many of them would have to wait.
 
         Args:
-            for_places: They wait for places first; else they go to the engine at once.
+            for_slots: They wait for slots first; else they go to the engine at once.
 
         Raises:
             OverloadedError: too many wait now.
@@ -57,21 +57,21 @@ class QueueBound:
                 f"and lets {most} wait (max_num_queued_reqs)",
                 param="n",
             )
-        would_wait = max(0, self.num_in_engine - seats) + count if for_places else self.num_in_engine + count - seats
-        if would_wait > 0 and self.num_for_places + would_wait > most:
+        would_wait = max(0, self.num_in_engine - seats) + count if for_slots else self.num_in_engine + count - seats
+        if would_wait > 0 and self.num_for_slots + would_wait > most:
             raise OverloadedError(
                 f"{self.num_waiting} sequences wait already, and this request is for {count} more "
                 f"(max_num_queued_reqs is {most})"
             )
 
     @contextlib.contextmanager
-    def wait_for_places(self, count: int) -> Iterator[None]:
-        """Count sequences that wait for places; `check` has let them."""
-        self.num_for_places += count
+    def wait_for_slots(self, count: int) -> Iterator[None]:
+        """Count sequences that wait for slots; `check` has let them."""
+        self.num_for_slots += count
         try:
             yield
         finally:
-            self.num_for_places -= count
+            self.num_for_slots -= count
 
     @contextlib.contextmanager
     def enter_engine(self, count: int) -> Iterator[Callable[[int], None]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from ..accounts.principal import NO_LIMITS, Limits, Principal
 from .buckets import SECOND, RateBucket
 from .budgets import Budget, BudgetState, Reading
-from .places import Places
+from .slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ class Scope:
         self.requests: RateBucket | None = None
         self.tokens: RateBucket | None = None
         self.budget: Budget | None = None
-        self.places = Places(None)
+        self.slots = Slots(None)
         self.num_waiting = 0
-        """Sequences that wait for places, this scope's or the other's."""
+        """Sequences that wait for slots, this scope's or the other's."""
         self.num_waiting_elsewhere = 0
         """The same in other servers that count together with this one."""
         self._others: dict[str, Share] = {}
@@ -89,7 +89,7 @@ class Scope:
         self.limits = limits
         self.requests = _with_limit(self.requests, limits.requests_per_minute, now)
         self.tokens = _with_limit(self.tokens, limits.tokens_per_minute, now)
-        self.places.set_limit(limits.max_concurrent_requests)
+        self.slots.set_limit(limits.max_concurrent_requests)
         if limits.token_budget is None:
             self.budget = None
         elif self.budget is None:
@@ -101,7 +101,7 @@ class Scope:
     def in_use(self) -> bool:
         """True when requests run or wait in this server."""
         reserved = self.budget is not None and self.budget.reserved
-        return bool(self.places.taken or self.num_waiting or reserved)
+        return bool(self.slots.taken or self.num_waiting or reserved)
 
     @property
     def has_news(self) -> bool:
@@ -111,7 +111,7 @@ class Scope:
 
     @property
     def is_active(self) -> bool:
-        """True when other servers must hear of it."""
+        """True if other servers must be notified."""
         return self.in_use or self.has_news
 
     def set_shared(self) -> None:
@@ -122,7 +122,7 @@ class Scope:
 
     @contextlib.contextmanager
     def wait(self, count: int) -> Iterator[None]:
-        """Count sequences that wait for places."""
+        """Count sequences that wait for slots."""
         self.num_waiting += count
         try:
             yield
@@ -163,7 +163,7 @@ class Scope:
 
     def load(self, state: ScopeState, server: str, now: int, wall: float) -> None:
         """Take the counts of all servers, of which this one is `server`. A server whose share has ended is
-        dead: its requests leave their places, and count as if they had used all that they reserved, until the ledger
+        dead: its requests leave their slots, and count as if they had used all that they reserved, until the ledger
         is read again."""
         shares = {name: Share(*share) for name, share in state.shares.items()}
         self._own = shares.pop(server, None)
@@ -188,7 +188,7 @@ class Scope:
             self.budget.reserved_elsewhere = sum(share.reserved for share in others)
         self.num_waiting_elsewhere = sum(share.num_waiting for share in others)
         first = min((share.first_waiting for share in others if share.first_waiting is not None), default=None)
-        self.places.load(sum(share.taken for share in others), first)
+        self.slots.load(sum(share.taken for share in others), first)
 
     def dump(self, server: str, now: int, until: int) -> ScopeState:
         """Counts of all servers; the share of this one is good for the time `until`, or up to an eighth less when it
@@ -196,7 +196,7 @@ class Scope:
         shares: dict[str, list[Any]] = {name: list(share) for name, share in self._others.items()}
         if self.in_use:
             reserved = 0 if self.budget is None else self.budget.reserved
-            share = Share(until, self.places.taken, self.num_waiting, self.places.first_waiting, reserved)
+            share = Share(until, self.slots.taken, self.num_waiting, self.slots.first_waiting, reserved)
             own = self._own
             if own is not None and own[1:] == share[1:] and until - own.until < (until - now) / 8:
                 share = own

@@ -9,7 +9,7 @@ What is counted in a turn whose commit comes too late counts twice if it has no 
 the tokens of requests that have ended, until time has paid for them or the ledger is read again.
 
 A server's share (its running, waiting and reserved) ends by a lease that the server renews, so `kill -9` frees the
-places of its requests. What they have taken from a bucket is paid by time.
+slots of its requests. What they have taken from a bucket is paid by time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 LEASE_SECONDS = 10.0
 """Seconds for which a server's share counts after its last turn: longer than a server that lives is ever silent."""
 POLL_SECONDS = 0.1
-"""Seconds between two turns of a tenant whose requests wait for places: another server may leave one."""
+"""Seconds between two turns of a tenant whose requests wait for slots: another server may leave one."""
 FORGET_SECONDS = 120
 """Seconds after which the counts of an unused scope are dropped. Time has paid its buckets in 60 s."""
 
@@ -105,7 +105,7 @@ class Turns:
             del self._workers[tenant]
 
     async def _keep_shares(self) -> None:
-        """Look for places for those who wait, and renew the lease of all who run."""
+        """Look for slots for those who wait, and renew the lease of all who run."""
         renewed_at = time.monotonic()
         while True:
             await asyncio.sleep(POLL_SECONDS)
@@ -131,7 +131,7 @@ class Turns:
             for scope in scopes:
                 state = ScopeState(*counts.get(scope.key_id, _unused(now)))
                 scope.load(state, self._server, now, self._clock.time())
-                # Counts before the work, but for what this server had: a place may have been given already.
+                # Counts before the work, but for what this server had: a slot may have been given already.
                 loaded = scope.dump(self._server, now, until)
                 states.append(loaded._replace(shares=state.shares))
             outcomes = _outcomes(items, scopes)
@@ -158,7 +158,7 @@ class Turns:
                 item.done.set_exception(refusal)
 
     def _in_turn(self, tenant: str, items: list[_Work]) -> list[Scope]:
-        """Scopes that the work needs or of which others must hear, with the limits of now."""
+        """Scopes that the work needs or that other servers must get, with the limits of now."""
         scopes = {scope.key_id: scope for item in items for scope in self._scopes.of(item.principal)}
         return list(scopes.values()) + [
             scope for scope in self._scopes.all(tenant) if scope.is_active and scope.key_id not in scopes
@@ -201,7 +201,7 @@ def _unused(now: int) -> list[Any]:
 
 
 def _outcomes(items: list[_Work], scopes: list[Scope]) -> list[tuple[Any, Exception | None]]:
-    """Result or error of each piece of work; afterwards no request gets a place until the next turn."""
+    """Result or error of each piece of work; afterwards no request gets a slot until the next turn."""
     outcomes: list[tuple[Any, Exception | None]] = []
     for item in items:
         try:
@@ -209,5 +209,5 @@ def _outcomes(items: list[_Work], scopes: list[Scope]) -> list[tuple[Any, Except
         except Exception as error:
             outcomes.append((None, error))
     for scope in scopes:
-        scope.places.is_known = False
+        scope.slots.is_known = False
     return outcomes

@@ -42,6 +42,7 @@ class ParallelEagleDrafter(EagleDrafter):
         self._parallel, self._graphs_of_passes = head, options.get("graphs")
         options["graphs"] = None  # there is no chain of passes
         super().__init__(head, **options)
+        head.mask_states(1, None)  # kept by the head, so that it is replaced with the head's weights
         self._graphed: GraphedPass | None = None
 
     def bind(self, kv: Sequence[LayerKV], prepare_adapters: AdapterPreparer) -> None:

@@ -8,6 +8,7 @@ N texts of T tokens, A anchors each, B tokens of a block, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,6 +151,11 @@ class BlockHead(TrainedDrafter):
             found.append(Step(states, number))
         return found
 
+    def _steps_in_parts(self, features: Features, anchors: Tensor) -> list[Step]:
+        """`steps` of any number of anchors, `ANCHORS` at a time: a mask grows with the square of their number."""
+        parts = [self.steps(features, some, self.config.max_drafts) for some in anchors.split(ANCHORS, dim=1)]
+        return parts[0] if len(parts) == 1 else [_joined(of_draft) for of_draft in zip(*parts, strict=True)]
+
     @property
     def output_weight(self) -> Tensor:
         """[V, H], or [V, H + r] with the Markov head."""
@@ -159,7 +165,7 @@ class BlockHead(TrainedDrafter):
     def loss(self, features: Features) -> Tensor:
         """Mean cross entropy of the drafts, each further one weighted less, and the confidence's."""
         anchors = draw_anchors(features.labels, features.ids, ANCHORS if self.training else None)
-        steps, weight = self.steps(features, anchors, self.config.max_drafts), self.output_weight
+        steps, weight = self._steps_in_parts(features, anchors), self.output_weight
         loss = soft_cross_entropy(steps, weight, build_wanted(features))
         return loss if self.confidence_head is None else loss + self._confidence_loss(steps, weight, features)
 
@@ -223,6 +229,13 @@ class BlockHead(TrainedDrafter):
             **(sequential if config.markov_rank else {}),
         }
         write_model(folder, values, dict(self.named_parameters()))
+
+
+def _joined(parts: Sequence[Step]) -> Step:
+    """One step of all states, by ascending labels."""
+    hidden, labels = (torch.cat(list(column)) for column in zip(*parts, strict=True))
+    order = labels.argsort()
+    return Step(hidden[order], labels[order])
 
 
 def label_index(labels: Labels, ids: Tensor) -> Tensor:

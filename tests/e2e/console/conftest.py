@@ -14,7 +14,7 @@ from outrider.models.demo import demo_adapters
 
 CHROMIUM = "/usr/bin/chromium"
 SECONDS = 30
-"""That a thing may take to appear: the machine may be busy."""
+"""Longest wait for an element to appear: the machine may be busy."""
 
 
 class Console:
@@ -65,7 +65,7 @@ class Console:
         return [(text, names.split()[1]) for text, names in spans]
 
     def rejections(self, turn: Locator) -> list[int]:
-        """How many rejected drafts are marked at each of an answer's tokens, and behind the last one."""
+        """Number of rejected drafts marked at each of an answer's tokens, and behind the last one."""
         places = turn.locator(".token, .rejections")
         return places.evaluate_all("spans => spans.map(s => Number(s.dataset.rejected ?? 0))")
 
@@ -143,7 +143,7 @@ def api(tenants, admin_key) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def user_key(api) -> str:
-    """Of the tenant acme, which may only generate."""
+    """Key of the tenant acme, which may only generate."""
     limits = {"requests_per_minute": 600, "max_output_tokens": 500, "token_budget": 10_000, "budget_period": "day"}
     assert api.post("/admin/v1/tenants", json={"name": "acme", "weight": 2, "limits": limits}).status_code == 201
     made = api.post("/admin/v1/keys", json={"tenant": "acme"})

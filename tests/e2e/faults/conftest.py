@@ -70,7 +70,7 @@ def full_disk():
 
 @pytest.fixture
 def check_served(accounts):
-    """That a server answers a request as it should."""
+    """Check that a server answers a request."""
 
     def check(server, **body: Any) -> None:
         answer = served(server, accounts.key, **body)

@@ -87,7 +87,7 @@ class Load:
     def join(self) -> None:
         for thread in self._threads:
             thread.join(120)
-            assert not thread.is_alive(), "a client waits for ever"
+            assert not thread.is_alive(), "a client waits forever"
 
     def chunks(self, name: str) -> list[dict[str, Any]]:
         """All events of a stream but `[DONE]`."""
@@ -98,7 +98,7 @@ class Load:
         return max(chunk["usage"]["completion_tokens"] for chunk in self.chunks(name) if "usage" in chunk)
 
     def texts(self) -> dict[str, str]:
-        """Of streams that have come to their ends."""
+        """Texts of the streams, all of which have ended."""
         assert all(lines[-1] == "data: [DONE]" for lines in self.lines.values())
         return {
             name: "".join(choice["text"] for chunk in self.chunks(name) for choice in chunk["choices"])

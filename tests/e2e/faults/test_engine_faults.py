@@ -55,7 +55,7 @@ def test_engine_fault_mid_stream(server, accounts, load, check_served, outcome, 
 
 
 def test_server_process_paused(server, load, outcome, check_served):
-    """Both processes stand still for longer than the engine may hang, as in a moved virtual machine."""
+    """Both processes are suspended for longer than the engine may hang, as in a moved virtual machine."""
     server.wait_for(lambda: server.http().get("/health").status_code == 200)
     streams = load(server, "paused", 2, max_tokens=600)
     streams.wait_until_all_stream(server)

@@ -95,7 +95,7 @@ def test_a_load_yields_to_prompts_of_running_requests(fleet):
     assert second == pytest.approx(0.188)
 
 
-def test_a_request_on_its_way_to_a_replica_that_fails_goes_to_another(fleet):
+def test_a_request_to_a_failing_replica_is_routed_again(fleet):
     fleet.measured = replace(fleet.measured, overhead=1.0, start=100.0)
     found = fleet.run("random", lifetime=40.0)
     assert found["retried"] > 0

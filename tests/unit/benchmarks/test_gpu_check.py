@@ -96,7 +96,7 @@ def check(repo_root, tmp_path):
     return start
 
 
-def test_sections_that_fail_die_or_hang_cost_no_other_its_results(check, tmp_path):
+def test_a_section_that_fails_dies_or_hangs_leaves_the_other_results(check, tmp_path):
     process = check("--device", "cpu", "--plan", "fake_plan")
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 1, output
@@ -237,7 +237,7 @@ def test_texts_that_batch_invariance_does_not_keep_are_counted(gpu, run, tmp_pat
 # --- Sections -----------------------------------------------------------------------------------------------
 
 
-def test_the_ceilings(gpu, run):
+def test_measured_copy_and_matmul_ceilings_are_positive(gpu, run):
     ceilings = run("ceilings", gpu("timing").measure_ceilings)["ceilings"]
     assert ceilings["copy_bytes"] > 0 < ceilings["matmul_flops"]
 

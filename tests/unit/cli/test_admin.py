@@ -28,7 +28,7 @@ def empty(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def address(empty, tmp_path, monkeypatch) -> str:
-    """Of a database with its tables, in the environment."""
+    """Address of a database with its tables, in the environment."""
     address = f"sqlite:///{shutil.copy(empty, tmp_path / 'outrider.db')}"
     monkeypatch.setenv("OUTRIDER_DATABASE", address)
     return address

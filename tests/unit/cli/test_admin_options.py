@@ -19,7 +19,7 @@ def config(*arguments: str):
     return serve.resolve(build_parser().parse_args(["serve", *arguments]))[1]
 
 
-def test_without_one():
+def test_without_a_database_option():
     assert config().database is None
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 # --- cases ----------------------------------------------------------------------------------------------------------
 
 
-def test_identical_is_one_adapter_and_in_each_round_the_next():
+def test_identical_uses_one_adapter_per_round():
     assert [choose("identical", 3, 4, number, 0) for number in (0, 1, 5)] == [[0] * 3, [1] * 3, [1] * 3]
 
 
@@ -299,7 +299,7 @@ def test_numbers_out_of_range_are_wrong_usage(more, capsys):
     assert more.split()[0] in capsys.readouterr().err
 
 
-def test_a_result_replaces_the_last_one_at_once_but_no_link_and_no_device(tmp_path):
+def test_a_result_is_replaced_atomically_except_links_and_devices(tmp_path):
     file, link = tmp_path / "a.json", tmp_path / "link.json"
     write_json({"a": 1}, file)
     link.symlink_to(file)

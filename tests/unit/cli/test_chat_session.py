@@ -202,7 +202,7 @@ def test_an_error_in_the_middle_of_an_answer(talk, screen, server):
     assert screen.lines == [("piece", "Hel"), ("end", "failed"), ("fail", "the engine died")]
 
 
-def test_answers_that_are_not_ours(client, server):
+def test_answers_of_other_servers_are_errors(client, server):
     server.status, server.answer = 502, b"<html>bad gateway</html>"
     with pytest.raises(Exception, match="502"):
         list(client.stream("base", [], {}))

@@ -37,7 +37,7 @@ def test_request_lines_by_log_format_and_level(arguments, expected):
     assert options.log_prompts == ("--log-prompts" in arguments)
 
 
-def test_the_rest():
+def test_tracing_access_log_and_metrics_options():
     options = config("--otlp-endpoint http://c:4318 --open-metrics --access-log --metrics-prefix vllm")
     assert (options.otlp_endpoint, options.open_metrics, options.access_log) == ("http://c:4318", True, True)
     assert (config("").otlp_endpoint, config("").open_metrics) == (None, False)

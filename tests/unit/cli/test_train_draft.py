@@ -102,7 +102,7 @@ def test_training_writes_a_head_and_a_log_and_leaves_no_checkpoint(command, tmp_
 
     # an earlier run is neither mixed with nor deleted unasked
     assert main(command()) == 1
-    assert "--resume to go on or --overwrite" in capsys.readouterr().err
+    assert "--resume to continue or --overwrite" in capsys.readouterr().err
     assert main(command("--resume", "--intermediate-size", 20, "--draft-vocab-size", 40)) == 1
     assert "had intermediate_size 24, this one has 20" in capsys.readouterr().err
     assert load_file(out / "model.safetensors").keys() == tensors.keys()

@@ -35,6 +35,7 @@ from outrider.platform.core.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from outrider.platform.core.weight_source import WeightSource
 
 VOCAB_SIZE = 400
 MAX_MODEL_LEN = 128
@@ -211,6 +212,9 @@ class FakeEngine:
 
     def resume(self) -> None:
         self.pause_mode = None
+
+    def update_weights(self, sources: list[WeightSource], *, draft: bool = False) -> bool:
+        return True
 
     def learn(self) -> None:
         """It has no drafter."""

@@ -111,7 +111,7 @@ def test_calls_fail_when_the_engine_dies(model_path: str) -> None:
 
 
 @pytest.mark.slow
-def test_gives_up_when_it_cannot_be_started_again(model_path: str, tmp_path: Path) -> None:
+def test_state_is_stopped_if_the_restart_fails(model_path: str, tmp_path: Path) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         with pytest.raises(EngineDeadError):
             await collect(llm.generate([fake_engine.KILL_PROCESS]))

@@ -15,7 +15,7 @@ async def generate(llm: AsyncLLM) -> list[int]:
     return (await collect(llm.generate([5, 6], SamplingParams(max_tokens=3))))[-1].outputs[0].token_ids
 
 
-def test_a_wake_up_that_is_cancelled_ends_the_engine_that_it_has_started(model_path: str) -> None:
+def test_a_cancelled_wake_up_shuts_its_engine_down(model_path: str) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         await llm.sleep(2)
         assert llm.engine_pid is None

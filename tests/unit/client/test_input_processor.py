@@ -190,7 +190,18 @@ def test_too_long(processor: InputProcessor, length: int, max_tokens: int, param
     assert all(figure in caught.value.message for figure in figures)
 
 
-def test_as_long_as_allowed(processor: InputProcessor) -> None:
+@pytest.mark.parametrize(("length", "default", "granted"), [(8, 16, 16), (MAX_MODEL_LEN - 3, 16, 3), (8, None, None)])
+def test_a_default_of_max_tokens_is_lowered_to_the_room(
+    processor: InputProcessor, length: int, default: int | None, granted: int | None
+) -> None:
+    params = SamplingParams(max_tokens=None)
+    prepared = processor.prepare("r", [5] * length, params, default_max_tokens=default)
+    assert prepared.params.max_tokens == (granted or MAX_MODEL_LEN - length)
+    named = processor.prepare("r", [5] * length, SamplingParams(max_tokens=2), default_max_tokens=default)
+    assert named.params.max_tokens == 2
+
+
+def test_prompt_and_max_tokens_may_fill_the_context(processor: InputProcessor) -> None:
     assert processor.prepare("r", [5] * 100, SamplingParams(max_tokens=28)).sequences()
     assert processor.prepare("r", [5] * (MAX_MODEL_LEN - 1), SamplingParams(max_tokens=1)).sequences()
 

@@ -148,7 +148,7 @@ def test_methods_that_llm_has_too(engine: LLMEngine) -> None:
     assert run(engine)["b"][-1].finished
 
 
-def test_an_llm_lets_its_engine_be_stepped_but_not_both_at_once(model_path: str) -> None:
+def test_generate_is_refused_while_the_engine_is_stepped_by_the_user(model_path: str) -> None:
     with LLM.from_engine_args(EngineArgs(model=model_path), engine="fake_engine:FakeEngine") as llm:
         llm.llm_engine.add_request("mine", [5], params())
         with pytest.raises(InvalidUserInputError, match="llm_engine"):

@@ -18,6 +18,7 @@ from outrider.platform.core.errors import (
     InvalidRequestError,
     InvalidUserInputError,
     OverloadedError,
+    RequestAbortedError,
     ShuttingDownError,
 )
 from outrider.platform.core.sampling_params import SamplingParams
@@ -49,6 +50,18 @@ def test_abort_ends_what_runs_with_its_tokens_and_later_requests_wait(model_path
         assert await later == [5, 6, 5]
         await llm.resume_generation()
         assert (llm.state, await llm.is_paused()) == ("ready", False)
+
+    run(make(model_path), scenario)
+
+
+def test_an_aborted_request_without_a_text_is_an_error_to_retry(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        embedding = asyncio.create_task(llm.embed(FOREVER))
+        await until(lambda: llm.num_running == 1)
+        await llm.pause_generation()
+        with pytest.raises(RequestAbortedError) as caught:
+            await embedding
+        assert caught.value.status == 503
 
     run(make(model_path), scenario)
 
@@ -137,6 +150,55 @@ def test_a_pause_outlasts_a_sleep_and_a_dead_process(model_path: str) -> None:
         assert await later == [5, 6, 5]
 
     run(make(model_path), scenario)
+
+
+def test_a_resume_counts_while_the_process_is_started_again(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        await llm.pause_generation()
+        assert llm.engine_pid is not None
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        await until(lambda: llm.state == "restarting")
+        with pytest.raises(EngineDeadError):
+            await llm.resume_generation()
+        await until(lambda: llm.state not in ("restarting", "starting"))
+        assert llm.state == "ready"
+        assert await generate(llm) == [5, 6, 5]
+
+    run(make(model_path), scenario)
+
+
+def test_a_caller_who_gives_up_a_pause_knows_that_it_is_on(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        running = asyncio.create_task(collect(llm.generate([7, 8], LONG)))
+        await until(lambda: llm.num_running == 1)
+        pausing = asyncio.create_task(llm.pause_generation("keep"))
+        for _ in range(10):  # until the engine has been told
+            await asyncio.sleep(0)
+        pausing.cancel()
+        await asyncio.wait({pausing})
+        assert pausing.cancelled()
+        assert llm.state == "paused"
+        await llm.resume_generation()
+        assert (await running)[-1].outputs[0].finish_reason == "length"
+
+    run(make(model_path, "slow"), scenario)
+
+
+def test_a_drain_waits_for_requests_that_a_resume_lets_run(model_path: str) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        running = asyncio.create_task(collect(llm.generate([7, 8], LONG)))
+        await until(lambda: llm.num_running == 1)
+        pausing = asyncio.create_task(llm.pause_generation("wait"))
+        await until(lambda: llm.state == "paused")
+        draining = asyncio.create_task(llm.drain(60))
+        await until(lambda: llm.state == "draining")
+        await llm.resume_generation()
+        assert await draining
+        assert (await running)[-1].outputs[0].finish_reason == "length"
+        with pytest.raises(InvalidUserInputError, match="resumed"):
+            await pausing
+
+    run(make(model_path, "slow"), scenario)
 
 
 def test_a_shutdown_while_paused_fails_what_waits_at_once(model_path: str) -> None:

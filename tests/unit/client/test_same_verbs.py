@@ -78,7 +78,7 @@ def test_the_same_parameters(name: str) -> None:
     assert llm.items() - other.items() == {(key, llm[key]) for key in only_ours}, "the defaults are the same"
 
 
-def test_the_same_construction() -> None:
+def test_both_classes_have_the_same_constructor() -> None:
     assert parameters(LLM) == parameters(AsyncLLM)
 
 

@@ -78,7 +78,7 @@ def test_a_file_that_the_option_names(model: Path, tmp_path: Path) -> None:
             assert {1, 8, 9} <= set(llm.llm_engine.engine_core.added[-1].eos_token_ids)  # type: ignore[attr-defined]
 
 
-def test_an_adapters_own_come_before_the_models(model: Path, tmp_path: Path) -> None:
+def test_an_adapters_defaults_precede_the_models(model: Path, tmp_path: Path) -> None:
     adapter = LoRARequest("a", path=str(write(tmp_path / "a", temperature=0.1, top_p=0.9)))
     plain = LoRARequest("b", path=str(tmp_path))
     with started(model) as llm:

@@ -94,7 +94,7 @@ def test_no_consumer_waits_for_a_long_step(clock):
     assert clock.timers == []
 
 
-def test_a_slow_consumer_is_not_woken_for_tokens_it_has(clock):
+def test_a_slow_consumer_is_not_woken_for_tokens_it_has_taken(clock):
     """It takes late, and with the step that woke it the next one, for which the timer was to wake it."""
     pacer, events = open_all()
     step(pacer, events)
@@ -154,7 +154,7 @@ def test_idle_when_all_are_gone(clock):
     assert len(pacer) == 0
 
 
-def test_with_a_real_loop():
+def test_pacing_on_a_running_event_loop():
     async def main():
         pacer, events = open_all()
         step(pacer, events)

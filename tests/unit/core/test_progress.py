@@ -24,7 +24,7 @@ def test_a_status_line_follows_each_pause():
     assert len(lines) == count, "nothing is said after the end"
 
 
-def test_with_a_progress_bar_there_are_no_lines_between_events():
+def test_a_progress_bar_replaces_periodic_lines():
     lines: list[str] = []
     with Progress(lines.append, None) as progress:
         progress.say("begins")

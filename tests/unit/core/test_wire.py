@@ -84,7 +84,7 @@ def test_messages_of_a_pipe():
             read(stream)
 
 
-def test_a_length_that_no_message_has(pair):
+def test_a_message_length_above_the_limit_is_refused(pair):
     header = (MAX_BYTES + 1).to_bytes(8, "little")
     pair[0].sendall(header)
     with pytest.raises(OSError, match="is announced"):

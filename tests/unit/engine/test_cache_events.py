@@ -128,6 +128,10 @@ def test_a_consumer_knows_the_cache_after_each_of_10000_steps(num_host_blocks):
         elif chance < 0.015:
             engine.scheduler.abort(running if chance < 0.012 else [])
             engine.cache.reset()
+        elif chance < 0.02:  # new weights, and a pause that keeps requests
+            engine.scheduler.forget_kv() if chance < 0.0175 else engine.scheduler.drop_kv()
+            engine.flush()
+            assert not any(engine.view.held.values())
         engine.step()
         running = [name for name in running if name in engine.scheduler]
         engine.check_sizes()

@@ -175,7 +175,7 @@ def test_a_long_text_without_a_choice_costs_no_more_than_a_short_one(grammars):
     ("regex", "before", "texts"),
     [('": (-?[0-9]+|true)', '":', {" ", " -", " t", " tr"}), ("a (cat|x)", "a", {" ", " c", " ca"})],
 )
-def test_a_text_that_may_go_on_in_one_token_leaves_a_choice(grammars, tokenizer, regex, before, texts):
+def test_a_text_with_a_longer_tokenization_is_not_forced(grammars, tokenizer, regex, before, texts):
     """After `":` a number may begin with " -", or with " " before a digit: neither is the only one."""
     state = make_state(grammars, regex=regex)
     tokens = tokenizer.encode(before, add_special_tokens=False)

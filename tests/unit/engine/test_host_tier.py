@@ -14,7 +14,7 @@ from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.request import Request
 from outrider.platform.engine.memory.block_pool import BlockPool
 from outrider.platform.engine.memory.host_store import HostStore
-from outrider.platform.engine.memory.host_tier import HostTier, SwapCost, swap_pays
+from outrider.platform.engine.memory.host_tier import HostTier, SwapCost, swap_is_cheaper
 from outrider.platform.engine.memory.prefix_cache import PrefixCache
 from outrider.platform.engine.queue.scheduler import DraftLimits
 
@@ -55,7 +55,7 @@ class Cache:
         return found
 
 
-def test_a_prefix_that_left_the_device_comes_back_with_its_draft_layers():
+def test_an_evicted_prefix_is_swapped_in_with_its_draft_layers():
     cache = Cache()
     cache.compute(range(16), drafted=9)
     cache.compute(range(100, 116))
@@ -198,8 +198,8 @@ def test_copies_bring_every_layer_of_a_block_back_in_any_layout(dtype, width):
 
 
 def test_blocks_are_swapped_if_faster_than_recompute():
-    assert swap_pays(1000, 1e6, 16, 7000)
-    assert not swap_pays(1000, 1e6, 16, 9000)
+    assert swap_is_cheaper(1000, 1e6, 16, 7000)
+    assert not swap_is_cheaper(1000, 1e6, 16, 9000)
     cost = SwapCost(1000, 16, 1e6)
     assert cost.is_cheaper_than_recompute(), "nothing was measured"
     rows = [RowPlan(prefix(range(90)), 0, 80, 0, False, 0), RowPlan(prefix(range(9)), 8, 1, 0, True, 0)]

@@ -167,7 +167,7 @@ def test_a_full_queue_drops_batches_and_uses_up_their_numbers(start, connect, mo
     assert [number for number, _ in replayed(connect, publisher, 0, 7)] == [*range(6), 100]
 
 
-def test_a_subscriber_that_does_not_read_misses_batches_and_nobody_waits(start, connect):
+def test_a_subscriber_that_does_not_read_misses_batches(start, connect):
     publisher = start(hwm=1)
     slow = subscribed(publisher, connect)
     slow.close()

@@ -42,7 +42,7 @@ def test_steps_are_counted_by_the_drafter_of_their_drafts():
     assert (more.drafts_by_drafter, more.tokens_by_drafter) == ([2, 4], [4, 8])
 
 
-def test_a_step_whose_text_ends_on_a_draft_generated_its_drafts_alone():
+def test_a_text_that_ends_on_a_draft_gets_no_bonus_token():
     totals = SpeculationCounts()
     request = Request("r", [1, 2], 2, SamplingParams(max_tokens=4), seed_key=0, speculation_totals=totals)
     for drafts, got, accepted in ([], [3], 0), ([4, 5, 6], [4, 5, 6, 7], 3):

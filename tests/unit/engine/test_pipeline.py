@@ -211,7 +211,7 @@ def test_every_sequence_gets_its_own_text(jobs, blocks, budget, policy, cached, 
 
 
 def test_the_next_step_is_planned_while_one_runs():
-    """Of every two launches the second comes before the first was collected, except at the end of the last request."""
+    """Each launch comes before the previous one was collected, except at the end of the last request."""
     scheduler, device = make(), Device()
     for name in "ab":
         scheduler.add(request(name, [1, 2, 3], 6))
@@ -222,7 +222,7 @@ def test_the_next_step_is_planned_while_one_runs():
     assert device.num_launched == 6, "a step was planned past max_tokens"
 
 
-def test_a_runner_that_does_not_overlap_gets_one_step_at_a_time():
+def test_without_overlap_one_step_is_in_flight():
     scheduler, device = make(limits=DraftLimits()), Device(lazy=False)
     device.overlaps = False
     scheduler.add(request("a", [1, 2, 3], 3))
@@ -260,7 +260,7 @@ def test_edits_that_read_the_sampled_token_wait_for_it(params):
 
 
 @pytest.mark.parametrize("params", OTHERS)
-def test_others_do_not_wait(params):
+def test_other_edits_do_not_wait_for_the_sampled_token(params):
     scheduler = make()
     assert scheduler.can_plan_next(make_plan(scheduler, request("a", [1], 5, params)))
 

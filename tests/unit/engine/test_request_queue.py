@@ -21,7 +21,7 @@ PRICES = FairConfig(prompt_cost=1.0, output_cost=2.0, rejected_draft_cost=0.5)
 
 
 def request(name, length=10, weight=1.0, priority=0, max_tokens=40, **params):
-    """Of the tenant that its name begins with."""
+    """Request of the tenant whose letter its name begins with."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, **params)
     return Request(
         name, [1] * length, length, params, seed_key=0, tenant=name[0], weight=weight, priority=priority,
@@ -198,7 +198,7 @@ def test_an_account_with_running_sequences_waits_until_it_is_behind_by_the_recom
     assert queue.displaced_by(queue.waiting[0]) is None
 
 
-def test_a_tenant_with_less_running_than_one_served_more_is_behind_it():
+def test_a_tenant_is_behind_one_that_was_served_more_and_runs_more():
     queue = turns()
     flood = start(queue, "a1", "a2", "a3", length=10)
     queue.add(request("a4"))

@@ -16,7 +16,7 @@ from outrider.platform.tenancy.service import Tenancy
 
 
 class StartingLLM:
-    """An engine that takes for ever to start."""
+    """An engine that takes forever to start."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -10,7 +10,7 @@ from .conftest import admitted
 
 
 def test_files_of_a_digest_are_read_once(make_manager, folder, monkeypatch):
-    """What is replaced after it was digested is not read: content and digest are those of the same bytes."""
+    """Files replaced after they were digested are not read: content and digest are those of the same bytes."""
     path, other = Path(folder("a")), Path(folder("b"))
     manager = make_manager()
     manager.forget(admitted(manager, "plain", str(path)))

@@ -301,7 +301,7 @@ class ManagerMachine(RuleBasedStateMachine):
         """Adapters on the device take no more than `lora_memory`, embeddings included."""
         host, pool = self.manager._residency.host, self.manager._residency.pool
         placed = [host._adapters[digest] for digest in pool.digests()]
-        used = sum(adapter.rows * self.row_bytes + adapter.bytes_beside_rows for adapter in placed)
+        used = sum(adapter.rows * self.row_bytes + adapter.bytes_outside_rows for adapter in placed)
         assert used <= (self.ROWS or pool.num_rows + 0.1) * self.row_bytes
         assert self.ROWS is None or pool.num_rows - pool.num_free >= used / self.row_bytes
 

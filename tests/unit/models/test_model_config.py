@@ -209,7 +209,7 @@ def test_the_context_length_counts_a_rope_scaling() -> None:
 
 
 def test_frequencies_of_llama_3_1_are_those_of_transformers() -> None:
-    """Of the published config: its wavelengths lie below, in and above the band that is scaled smoothly."""
+    """The wavelengths of the published config lie below, in and above the band that is scaled smoothly."""
     scaling = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,

@@ -74,7 +74,7 @@ def test_price_is_that_of_the_shape() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 60])
-def test_the_first_of_a_spread_order_are_spread_over_all(count: int) -> None:
+def test_each_prefix_of_a_spread_order_covers_the_range(count: int) -> None:
     order = spread(range(count))
     assert sorted(order) == list(range(count))
     assert order[:2] == [0, count - 1][:count]

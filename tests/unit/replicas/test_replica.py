@@ -23,7 +23,7 @@ class Application:
         message = await receive()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x-path", scope["path"].encode())]})
         gone = asyncio.create_task(receive())
-        for _ in range(1000 if message["body"] == b"for ever" else 2):
+        for _ in range(1000 if message["body"] == b"forever" else 2):
             await send({"type": "http.response.body", "body": message["body"], "more_body": True})
             await asyncio.wait([gone], timeout=0.001)
             if gone.done():
@@ -58,7 +58,7 @@ def test_a_client_that_stops_reading_has_hung_up() -> None:
     app = Application()
 
     async def run() -> None:
-        messages: AsyncIterator[dict[str, Any]] = make_replica(app).answer(request(b"for ever"))
+        messages: AsyncIterator[dict[str, Any]] = make_replica(app).answer(request(b"forever"))
         for _ in range(3):
             await anext(messages)
         await messages.aclose()  # type: ignore[attr-defined]

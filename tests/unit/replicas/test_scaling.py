@@ -16,5 +16,5 @@ from outrider.platform.replicas.scaling import KV_TARGET, replicas_needed
         (10, [], 10 / 32),  # no replica has said anything yet
     ],
 )
-def test_whichever_needs_more_counts(requests, usage, needed):
+def test_replicas_needed_is_the_larger_of_requests_and_cache(requests, usage, needed):
     assert replicas_needed(requests, 32, usage) == pytest.approx(needed)

@@ -47,7 +47,7 @@ def sqlite(tmp_path, empty_file) -> Iterator[Database]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request) -> Iterator[Database]:
-    """Of each kind in turn."""
+    """Database of each kind in turn."""
     if request.param == "sqlite":
         yield request.getfixturevalue("sqlite")
         return

@@ -56,8 +56,8 @@ class Servers:
         return Principal(tenant="acme", key_id=key_id, tenant_limits=self.tenant, key_limits=self.key)
 
     async def admit(self, server=0, prompt=10, max_tokens=10, key_id="k1", **options):
-        demand = Demand((prompt,), max_tokens=max_tokens, **options)
-        return await self.limiters[server].admit(self.principal(key_id), demand, 1000)
+        demand = Demand((prompt,), max_tokens=max_tokens, room=(1000 - prompt,), **options)
+        return await self.limiters[server].admit(self.principal(key_id), demand)
 
     async def release(self, server, ticket, used):
         self.limiters[server].release(ticket, used)

@@ -93,7 +93,7 @@ def test_measurements_of_another_compiler_are_discarded(
         tmp_path / "cpu.json"
     )
     run(tmp_path, monkeypatch)
-    assert "cpu.json is of another device or Triton: begun anew" in capsys.readouterr().out
+    assert "cpu.json is of another device or Triton: started over" in capsys.readouterr().out
     assert {kernel for kernel, _ in read_configs(tmp_path / "cpu.json").entries} == {"rms_norm"}
 
 

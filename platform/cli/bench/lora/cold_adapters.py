@@ -55,7 +55,7 @@ class ColdPlan:
     """Arrivals of the stream's requests, per second."""
 
 
-def run_beside_stream(engines: Engines, plan: ColdPlan, kind: str, number: int) -> ColdRun:
+def run_with_stream(engines: Engines, plan: ColdPlan, kind: str, number: int) -> ColdRun:
     """Run warm requests until the stream of this kind has passed and its time of arrival is over."""
     engines.take_load_seconds()  # those of before
     run = Run(engines.serving, f"bench lora: {kind}")

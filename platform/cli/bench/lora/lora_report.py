@@ -71,7 +71,7 @@ def _cold_lines(cold: dict[str, Any]) -> list[str]:
         ttft, load = kind["stream_ttft_ms"], kind["load_ms"]
         rows.append(
             {
-                "beside the warm requests": name,
+                "alongside warm requests": name,
                 "ITL ms": f"{kind['itl_ms']['median']:.2f}",
                 "p99": f"{kind['itl_ms']['p99']:.2f}",
                 "TTFT of the stream": f"{ttft['median']:.1f}" if ttft else "",
@@ -80,9 +80,9 @@ def _cold_lines(cold: dict[str, Any]) -> list[str]:
             }
         )
     return [
-        f"{cold['warm_requests']} warm requests beside a stream of {cold['cold_adapters']} short requests, "
+        f"{cold['warm_requests']} warm requests concurrent with a stream of {cold['cold_adapters']} short requests, "
         f"{cold['cold_rate']:g} a second, each for another adapter that must be loaded, or for loaded ones",
-        *aligned(rows, left=("beside the warm requests",)),
+        *aligned(rows, left=("alongside warm requests",)),
         f"ITL p99 while cold adapters load, median of the rounds: {cold['itl_p99_ratio']:.2f} of that without loading, "
         f"{cold['itl_p99_ratio_to_quiet']:.2f} of that without a stream",
     ]
@@ -153,7 +153,7 @@ def _draw_cold(axes: Sequence[Any], cold: dict[str, Any]) -> None:
         0,
         0.95,
         f"{cold['warm_requests']} warm requests; {cold['cold_adapters']} short ones,\n{cold['cold_rate']:g} a second, "
-        "stream in beside them.\n\nITL p99 while cold adapters load, median of rounds:\n"
+        "arrive concurrently.\n\nITL p99 while cold adapters load, median of rounds:\n"
         f"{cold['itl_p99_ratio']:.2f} of that without loading\n"
         f"{cold['itl_p99_ratio_to_quiet']:.2f} of that without a stream",
         va="top",

@@ -27,7 +27,7 @@ from ..random_adapters import AdapterWriter
 from ..request_figures import Round
 from . import cold_adapters
 from .cases import Case, make_cases, rows
-from .cold_adapters import KINDS, ColdPlan, ColdRun, cold_figures, run_beside_stream
+from .cold_adapters import KINDS, ColdPlan, ColdRun, cold_figures, run_with_stream
 from .lora_engines import Engines, Workload
 
 _RESIDENT_UNIT = 2**20 if sys.platform == "darwin" else 2**10
@@ -64,7 +64,7 @@ class Session:
         self._warm_tokens = min(cold_adapters.WARM_TOKENS, self._shape.max_position_embeddings - options.input_len)
 
     def _lora_options(self) -> dict[str, Any]:
-        """Options of the engine with adapters. By default no request waits for a place for its adapter."""
+        """Options of the engine with adapters. By default no request waits for a slot for its adapter."""
         options = self._options
         max_loras = options.max_loras or max(8, min(max(options.batch_sizes), max(options.num_adapters)))
         return {
@@ -181,7 +181,7 @@ class Session:
             progress.update()
 
     def _measure_cold(self, engines: Engines, progress: Any) -> dict[str, Any]:
-        """Measure the second part. Warm requests use at most half of the places for adapters, the stream the others."""
+        """Measure the second part. Warm requests use at most half of the slots for adapters, the stream the others."""
         options, warm = self._options, engines.adapters
         plan = ColdPlan(
             cold=[self._write(f"cold-{index}", index) for index in range(options.cold_adapters)],
@@ -193,7 +193,7 @@ class Session:
         runs: dict[str, list[ColdRun]] = {kind: [] for kind in KINDS}
         for number in range(options.rounds):
             for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:
-                runs[kind].append(run_beside_stream(engines, plan, kind, number))
+                runs[kind].append(run_with_stream(engines, plan, kind, number))
                 progress.update()
         return {
             "warm_requests": plan.num_warm,

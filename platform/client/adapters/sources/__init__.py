@@ -1,6 +1,6 @@
 """Sources of adapters: folders, the Hugging Face hub, object stores, plug-ins.
 
-Everything here ends in a local folder before the engine hears of the adapter: a slow store delays no other request.
+Everything here ends in a local folder before the engine gets the adapter: a slow store delays no other request.
 """
 
 from .resolver import AdapterResolver

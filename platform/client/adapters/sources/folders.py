@@ -132,7 +132,7 @@ def _state(path: str, status: os.stat_result) -> FileState:
 class AdapterDirectory:
     """A folder whose subfolders are adapters by their names: a resolver for names that are not loaded.
 
-    New ones are found when they are asked for. A folder without adapter_config.json is none yet: copy that file last.
+    New ones are found when they are requested. A folder without adapter_config.json is none yet: copy that file last.
     """
 
     def __init__(self, path: str, roots: Sequence[str], max_bytes: int) -> None:

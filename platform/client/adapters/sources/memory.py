@@ -2,7 +2,7 @@
 
     upload(owner)  ->  Upload.write, ...  ->  Upload.finish: a LoRARequest  ->  hold(name), while a name has the adapter
 
-A file is a sealed memfd of this process: nobody can change it. The engine process, and its reader process, open it
+A file is a sealed memfd of this process, which cannot be changed. The engine process, and its reader process, open it
 through /proc by the `files` of the request, each time that they read the adapter: after a restart of the engine too.
 Descriptors are reused for other files, so an adapter's files have a random name of its own, and `AdapterFolder` opens
 no file that has another one.

@@ -70,7 +70,7 @@ class SharedCalls:
             self._calls.pop(key, None)
 
     def fail_waiting(self, error: OutriderError) -> None:
-        """Let all who wait now have `error`; what runs for them comes to its end unheard."""
+        """Let all who wait now have `error`; the results of what runs for them are dropped."""
         with self._lock:
             waiting = [(key, future) for key, (future, _) in self._calls.items() if not future.done()]
             for key, future in waiting:

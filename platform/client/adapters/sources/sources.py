@@ -180,7 +180,7 @@ class AdapterSources:
         try:
             folder = self._ask([*self._all_plugins(), *self._stores], name, source)
             if folder is None:
-                raise no_adapter(f"nothing here knows where {shown_source(source)!r} is")
+                raise no_adapter(f"no resolver finds {shown_source(source)!r}")
             return folder
         finally:
             with self._lock:

@@ -25,7 +25,7 @@ _PREFIXES = {
     "reasoning": "rs_",
 }
 _CALLS = ("function_call", "custom_tool_call")
-"""Types of calls; the type of their outputs has "_output" behind it."""
+"""Types of calls; the type of their outputs has the suffix "_output"."""
 
 
 def new_item_id(kind: str) -> str:
@@ -79,7 +79,7 @@ def _referenced(item_id: Any, stored: Mapping[str, Item], seen: Collection[str],
     if not isinstance(item_id, str):
         raise invalid(place, "must be a string")
     if item_id in seen:
-        raise InvalidRequestError(f"{place}: the item {shorten(repr(item_id))} stands before", param=place)
+        raise InvalidRequestError(f"{place}: the item {shorten(repr(item_id))} is a duplicate", param=place)
     if item_id not in stored:
         raise NotFoundError(f"{place}: there is no item {shorten(repr(item_id))} in a stored response", param=place)
     return stored[item_id]
@@ -176,7 +176,7 @@ _MAKERS: dict[str, Callable[[dict[str, Any], str], Item]] = {
 
 
 def to_messages(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """Messages of a conversation, as chat templates read them. An assistant's text and the calls behind it are one
+    """Messages of a conversation, as chat templates read them. An assistant's text and the calls after it are one
     message, and reasoning belongs to the message that follows it. A call that was cut, without an output, is left out:
     it never was one. The input of a custom tool's call is an argument called "input"."""
     items = list(items)

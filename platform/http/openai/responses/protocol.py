@@ -1,5 +1,5 @@
 """Request body of `/v1/responses`. The values of items and tools are checked by `conversation.py` and `translation.py`,
-which name the place of what is wrong."""
+which name the path of what is wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Responses that clients may ask for later. They are kept in this process, a bounded number of bounded size for each
-tenant; the one that was used least recently makes place first."""
+tenant; the least recently used one is evicted first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_RESPONSES = 1000
 MAX_BYTES = 16 << 20
 """Bytes of one tenant's responses, each counted with its whole conversation."""
 MAX_TOTAL_BYTES = 256 << 20
-"""Bytes of all tenants' responses: above it, the tenant that has most makes place."""
+"""Bytes of all tenants' responses: above it, the oldest of the tenant that has most is evicted."""
 _OBJECT_BYTES = 64
 """Bytes that a value takes in addition to its characters, about."""
 
@@ -82,7 +82,7 @@ class ResponseStore:
             )
 
     def put(self, tenant: str, stored: Stored) -> None:
-        """Keep a response, or take the place of the one with its id."""
+        """Keep a response, or replace the one with its id."""
         self._drop(tenant, stored.response["id"])
         stored.num_bytes = estimate_bytes(stored.items) + estimate_bytes(stored.response)
         self._tenants.setdefault(tenant, OrderedDict())[stored.response["id"]] = stored

@@ -37,7 +37,7 @@ from ..job import now
 from ..json_pieces import json_answer
 from ..logprobs import ID_PREFIX, pack
 from ..protocol import MAX_SEQUENCES, ChatCompletionRequest, CompletionRequest, SamplingFields
-from ..tokenize import visible_adapter
+from ..tokenize import num_text_ids, visible_adapter
 from .protocol import DerenderChatRequest, DerenderCompletionRequest, GeneratedChoice, GenerateResponse
 
 router = APIRouter()
@@ -56,11 +56,11 @@ async def derender_chat(request: Request) -> Response:
     lora = await visible_adapter(request, body.model)
     serving = serving_of(request)
     answer = body.generate_response
-    _check_choices(serving, lora, [answer], "generate_response")
     tokenizer = needed(await _tokenizer(serving, lora), "generate_response: text", "generate_response")
+    _check_choices(serving, tokenizer, [answer], "generate_response")
     params, make_parser = SamplingParams(), None
     prompt = body.prompt_token_ids
-    check_token_ids("prompt_token_ids", prompt or (), serving.llm.input_processor.num_ids(lora))
+    check_token_ids("prompt_token_ids", prompt or (), num_text_ids(serving, tokenizer))
     if body.chat_request is None:
         chat = ChatCompletionRequest.model_construct(messages=[])
     else:
@@ -98,11 +98,11 @@ async def derender_completion(request: Request) -> Response:
     await charge_call(request)
     lora = await visible_adapter(request, body.model)
     serving, answers = serving_of(request), body.generate_responses
-    _check_choices(serving, lora, answers, "generate_responses")
+    tokenizer = needed(await _tokenizer(serving, lora), "generate_responses: text", "generate_responses")
+    _check_choices(serving, tokenizer, answers, "generate_responses")
     counts = body.prompt_tokens or [0] * len(answers)
     if len(counts) != len(answers):
         raise invalid("prompt_tokens", f"has {len(counts)} entries for {len(answers)} generate_responses")
-    tokenizer = needed(await _tokenizer(serving, lora), "generate_responses: text", "generate_responses")
     params = SamplingParams()
     completion = CompletionRequest.model_construct(prompt="")
     if body.completion_request is not None:
@@ -166,7 +166,7 @@ async def _accepted(
     return Accepted(request, serving, chat, lora, chat.model or "", defaults, now(), held)
 
 
-def _check_choices(serving: Serving, lora: LoRA | None, answers: Sequence[GenerateResponse], field: str) -> None:
+def _check_choices(serving: Serving, tokenizer: Any, answers: Sequence[GenerateResponse], field: str) -> None:
     """Refuse more choices than a request may ask for, and ids that no sequence has."""
     if not answers or not all(answer.choices for answer in answers):
         raise invalid(field, "must have choices")
@@ -178,7 +178,7 @@ def _check_choices(serving: Serving, lora: LoRA | None, answers: Sequence[Genera
         for choice in answer.choices:
             if len(choice.token_ids) > longest:
                 raise invalid(field, f"has a choice of {len(choice.token_ids)} tokens; at most {longest} are taken")
-            check_token_ids(field, choice.token_ids, serving.llm.input_processor.num_ids(lora))
+            check_token_ids(field, choice.token_ids, num_text_ids(serving, tokenizer))
 
 
 async def _choice(
@@ -192,7 +192,7 @@ async def _choice(
 ) -> Choice:
     """Text and log-probabilities of a choice."""
     ids, reason, stop = given.token_ids, given.finish_reason, given.stop_reason
-    logprobs = None if given.logprobs is None else _positions(given, place)
+    logprobs = None if given.logprobs is None else _positions(given, place, num_text_ids(serving, tokenizer))
     state = SequenceState(0, EngineRequest("", prompt, _text_params(params, logprobs is not None)), tokenizer)
     ends = {*(await serving.llm.requests.processor_of(lora)).eos_token_ids, *(params.stop_token_ids or ())}
     by_token = reason == "stop" and not isinstance(stop, str) and bool(ids) and ids[-1] in ends
@@ -230,11 +230,12 @@ def _text_params(params: SamplingParams, with_logprobs: bool) -> SamplingParams:
     )
 
 
-def _positions(given: GeneratedChoice, place: str) -> list[TokenLogprobs]:
+def _positions(given: GeneratedChoice, place: str, num_ids: int) -> list[TokenLogprobs]:
     """Log-probabilities of a choice by token ids.
 
     Raises:
-        InvalidRequestError: they are not those of the choice's tokens, named by ids.
+        InvalidRequestError: they are not those of the choice's tokens, named by ids, or an id is not below `num_ids`:
+            texts of tokens are remembered.
     """
     content = (given.logprobs or {}).get("content")
     if not isinstance(content, list) or len(content) != len(given.token_ids):
@@ -248,6 +249,7 @@ def _positions(given: GeneratedChoice, place: str) -> list[TokenLogprobs]:
             raise invalid(f"{place}.logprobs", "top_logprobs must be a list")
         others = [_entry(each, place) for each in top]
         ids = [each[0] for each in others]
+        check_token_ids(f"{place}.logprobs", ids, num_ids)
         rank = 1 + (ids.index(token_id) if token_id in ids else len(ids))
         positions.append(TokenLogprobs([token_id, *ids], [own[1], *(each[1] for each in others)], rank))
     return positions

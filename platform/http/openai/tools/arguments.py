@@ -1,7 +1,7 @@
 """Rules in Lark's syntax for the arguments of a strict tool, one property at a time.
 
 If a call is not JSON as a whole, its schema must be an object of properties. In `qwen3_coder` each value stands
-between tags, a string as it is and anything else as JSON; the schema's types tell the parser which of them it is.
+between tags, a string as it is and anything else as JSON; the schema's types decide which of them it is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .choice import moved, tool_parameters
 _ROOT = frozenset("type properties required additionalProperties $defs definitions title description $schema".split())
 """Keywords of a schema whose properties can be written one by one."""
 _OF_TEXT = frozenset("type title description default examples nullable minLength maxLength enum const".split())
-"""Keywords of a string that stands between tags."""
+"""Keywords of a string between tags."""
 _UNIONS = ("anyOf", "oneOf")
-_BESIDE_UNION = frozenset("type title description default examples nullable".split())
-"""Keywords that may stand next to the alternatives of such a string."""
+_WITH_UNION = frozenset("type title description default examples nullable".split())
+"""Keywords allowed next to the alternatives of such a string."""
 _TAG_NAME = r"[^<>\"\n\/~%]+"
 """Name of a property in a tag, which is a part of a reference too."""
 _MAX_REFERENCES = 8
@@ -223,9 +223,9 @@ def _tagged_value(rule: str, schema: dict[str, Any], as_json: str, place: str, t
     if types - {"string", "null"}:
         raise _refuse(place, "type: a string or something else")  # "12" could be either
     union = next((name for name in _UNIONS if name in schema), None)
-    beside = next((key for key in schema if key not in _BESIDE_UNION and key != union), None)
-    if union is not None and beside is not None:
-        raise _refuse(place, beside)
+    other = next((key for key in schema if key not in _WITH_UNION and key != union), None)
+    if union is not None and other is not None:
+        raise _refuse(place, other)
     rules, ways = [], []
     for number, option in enumerate([schema] if union is None else schema[union]):
         allowed = _OF_TEXT if union is None else _OF_TEXT - {"nullable"}

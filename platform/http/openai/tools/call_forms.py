@@ -36,7 +36,7 @@ class CallForm(NamedTuple):
     """Text between it and the arguments; %s is the name."""
     end: str
     around: tuple[str, ...] = ()
-    """Tokens that may stand between calls."""
+    """Tokens allowed between calls."""
     bracket: bool = False
     """True if one trigger begins a list of calls."""
     beginning: str = ""
@@ -77,7 +77,7 @@ _TAGGED = {
         INVOKE_TAGS,
     ),
 }
-"""Formats whose arguments stand between tags. The tag that closes the trigger's ends a call."""
+"""Formats whose arguments are between tags. The tag that closes the trigger's ends a call."""
 _OLD_MISTRAL = CallForm("[TOOL_CALLS]", '{"name": "%s", "arguments": ', "}", bracket=True)
 """Format of Mistral's tokenizers that have no token [ARGS]."""
 

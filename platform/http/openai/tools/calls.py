@@ -70,10 +70,10 @@ class CallText(Protocol):
     """Deltas of what is certain; the caller takes them out. Content is text that is no call, as it was written."""
 
     def take(self, lexeme: Lexeme) -> bool:
-        """Take the next lexeme, or return False: it belongs to the text behind the calls."""
+        """Take the next lexeme, or return False: it belongs to the text after the calls."""
 
     def end(self, mark: str | None) -> None:
-        """End the region by its mark, "" for the text behind it; None: by the end of the text."""
+        """End the region by its mark, "" for the text after it; None: by the end of the text."""
 
 
 def escaped(text: str) -> str:

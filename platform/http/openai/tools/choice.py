@@ -96,7 +96,7 @@ def parse_tool_choice(body: ToolFields, *, strict: bool = False) -> ToolChoice:
         strict: Refuse tools that would be ignored.
 
     Raises:
-        InvalidRequestError: a tool or the choice is wrong; `param` names the place.
+        InvalidRequestError: a tool or the choice is wrong; `param` names it.
     """
     tools = _functions(body.tools or [], strict=strict)
     choice, allowed = _allowed(body.tool_choice)

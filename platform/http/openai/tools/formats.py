@@ -1,4 +1,4 @@
-"""How families write reasoning and calls of tools, as response templates of transformers.
+"""Formats of reasoning and tool calls by family, as response templates of transformers.
 
 A tokenizer that brings a `response_template` has its own; these are for the others. Each is chosen by its name
 (`--tool-call-parser`, with vLLM's names), or by a mark in the chat template.
@@ -22,7 +22,7 @@ def _format(tool_calls: dict[str, Any], reasoning: dict[str, Any] = _THINK, cont
 
 
 def _gemma(begin: str, end: str, quote: str, reasoning: dict[str, Any] = _THINK) -> dict[str, Any]:
-    """Calls as `call:name{key:value}`, whose texts stand between two of `quote`."""
+    """Calls as `call:name{key:value}`, whose texts are between two of `quote`."""
     return _format(
         {
             "open_pattern": rf"\s*{re.escape(begin)}\s*call:\s*(?P<name>[\w.-]+)\s*(?=\{{)",
@@ -36,7 +36,7 @@ def _gemma(begin: str, end: str, quote: str, reasoning: dict[str, Any] = _THINK)
 
 
 def _tagged(begin: str, end: str, value: str, reasoning: dict[str, Any] = _THINK) -> dict[str, Any]:
-    """Calls whose values stand between tags, one of `TAGGED_FORMS`; the arguments are patterns."""
+    """Calls whose values are between tags, one of `TAGGED_FORMS`; the arguments are patterns."""
     calls = {"open_pattern": _SPACE + begin, "close_pattern": end, "content": "xml-inline", "transform": _NAMED_CALL}
     return _format(calls | {"content_args": {"tag_pattern": value}}, reasoning)
 
@@ -211,7 +211,7 @@ def find_template(name: str | None, tokenizer: Any, adapter_template: str | None
 
 
 def _guess(template: object) -> dict[str, Any] | None:
-    """Response template whose mark stands in a chat template."""
+    """Response template whose mark is in a chat template."""
     found = next((kind for mark, kind in _MARKS.items() if isinstance(template, str) and mark in template), None)
     return None if found is None else FORMATS[found]
 

@@ -18,7 +18,7 @@ class FunctionFields(ToolFields, Protocol):
 
 
 def take_functions(body: FunctionFields) -> bool:
-    """Write a request's functions as its tools, of which an answer calls one at most. True: the old form is asked for.
+    """Write a request's functions as its tools, of which an answer calls one at most. True: the old form is requested.
 
     Raises:
         InvalidRequestError: there are tools too, or `function_call` is wrong.

@@ -1,6 +1,6 @@
 """Grammars of chat answers: reasoning before the part with a form, and calls of strict tools among free text.
 
-A mark that is one token of its own (`<think>`) stands in a grammar as that token, any other one as text.
+A mark that is one token of its own (`<think>`) is that token in a grammar, any other one as text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def answer_constraint(
     tokenizer: Any,
     opened: str,
 ) -> StructuredOutputsParams | None:
-    """Constraint on an answer, with what may stand before the part with a form, or instead of it.
+    """Constraint on an answer, with what is allowed before the part with a form, or instead of it.
 
     Args:
         asked: The form that the request asks for, or that a forced call has.
@@ -59,7 +59,7 @@ def answer_constraint(
 
 
 def _served(choice: ToolChoice) -> tuple[ToolChoice, tuple[str, ...]]:
-    """Tools whose strict schemas are as grammars read them, and the places of the keywords that are left out. Schemas
+    """Tools whose strict schemas are as grammars read them, and the paths of the keywords that are left out. Schemas
     that are too long for a grammar stay.
 
     Raises:

@@ -304,7 +304,7 @@ class FormatParser:
         return first, first.start
 
     def _begin(self, mark: _Mark) -> None:
-        """Begin the region behind a mark."""
+        """Begin the region after a mark."""
         if mark.start == mark.end:
             self._empty_at = mark.start
         self._start = mark.end
@@ -328,7 +328,7 @@ class FormatParser:
         return [{"reasoning_content": text}] if text else []
 
     def _content(self, text: str) -> list[Delta]:
-        """Deltas of content. White space before its first character, and behind its last one before a call, is none."""
+        """Deltas of content. White space before its first character, and after its last one before a call, is none."""
         if self._space is not None:
             stripped = text.lstrip()
             self._space += text[: len(text) - len(stripped)]
@@ -341,7 +341,7 @@ class FormatParser:
 
 
 class _Notation:
-    """How a response template writes calls."""
+    """Format of calls in a response template."""
 
     def __init__(self, field: dict[str, Any], tools: Sequence[dict[str, Any]]) -> None:
         """`field`: of calls, in the template."""

@@ -1,4 +1,4 @@
-"""Scanner of the text of calls: which of it stands in strings, and where the calls end.
+"""Scanner of the text of calls: which of it is inside strings, and where the calls end.
 
 A mark inside a string ends nothing. What a string is depends on the format: JSON's quotes with their escapes, marks
 around a text (`<escape>`), or the tags of a parameter. The text comes in pieces of any size, and is scanned once.
@@ -42,7 +42,7 @@ class Lexeme(NamedTuple):
 
 
 class StringForm(NamedTuple):
-    """How a format writes strings."""
+    """Form of strings in a format."""
 
     first: str
     """First character of `open`."""
@@ -74,7 +74,7 @@ def find(pattern: Any, text: str, start: int, *, final: bool) -> tuple[int, Any]
 
 
 def _can_grow(pattern: Any, text: str, found: Any) -> bool:
-    """True when more text can change a match: all text behind it may be its own, or it has looked at the text's end."""
+    """True when more text can change a match: all text after it may be its own, or it has looked at the text's end."""
     if _is_literal(pattern):
         return False
     if found.end() == len(text) or pattern.fullmatch(text, found.start(), partial=True) is not None:
@@ -90,7 +90,7 @@ def _is_literal(pattern: Any) -> bool:
 
 
 class Scanner:
-    """Scanner of the text behind the mark that begins calls."""
+    """Scanner of the text after the mark that begins calls."""
 
     def __init__(self, end: Any, strings: tuple[StringForm, ...] = ()) -> None:
         """Make a scanner.
@@ -116,7 +116,7 @@ class Scanner:
             if self._string is not None:
                 lexeme = self._in_string(text, place, final=final)
             else:
-                if mark < place:  # it stood in a string
+                if mark < place:  # it was in a string
                     mark, found = find(self._end, text, place, final=final)
                 if mark == place:
                     if found is not None:

@@ -23,7 +23,7 @@ _MAX_LITERAL = 65_536
 
 
 class TaggedForm(NamedTuple):
-    """Form of calls whose values stand between tags. A value ends at the first tag behind which the call goes on or
+    """Form of calls whose values are between tags. A value ends at the first tag after which the call continues or
     ends."""
 
     mark: str
@@ -69,7 +69,7 @@ def tagged_form(pattern: str) -> TaggedForm | None:
 
 
 def tagged_calls(name: str, lexemes: Sequence[Lexeme], form: TaggedForm) -> list[dict[str, Any]]:
-    """The call whose values stand between tags; none if there is other text, or a parameter twice."""
+    """The call whose values are between tags; none if there is other text, or a parameter twice."""
     arguments: dict[str, Any] = {}
     is_twice = is_json = False
     outside, key, value = "", "", ""
@@ -162,7 +162,7 @@ def _types(schema: dict[str, Any]) -> Iterable[str]:
 
 
 def _cast(text: str, name: str) -> tuple[bool, Any]:
-    """Whether a text is a value of a type, and the value."""
+    """Result of reading a text as a value of a type: whether it is one, and the value."""
     stripped = text.strip()
     if name in _CONSTANTS:
         constants, word = _CONSTANTS[name], stripped.lower()

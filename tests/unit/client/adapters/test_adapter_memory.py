@@ -61,7 +61,7 @@ def test_the_files_are_those_that_arrived(memory):
     assert folder.below(DRAFT_FOLDER) is None
 
 
-def test_nobody_can_change_them(memory):
+def test_files_in_memory_cannot_be_changed(memory):
     for _, path in put(memory, "a").files:
         for flags in (os.O_WRONLY, os.O_RDWR | os.O_TRUNC):
             with pytest.raises(PermissionError):

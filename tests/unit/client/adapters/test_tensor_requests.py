@@ -123,7 +123,7 @@ def test_an_object_is_copied_once():
     assert localize(sources, lora) == again
     sources.restrict("policy")
     assert sources.memory.num_bytes == 0
-    assert torch.equal(tensors_of(localize(sources, lora))["a"], torch.full((2, 3), 2.0)), "made anew"
+    assert torch.equal(tensors_of(localize(sources, lora))["a"], torch.full((2, 3), 2.0)), "made again"
 
 
 def test_a_mix_with_one():

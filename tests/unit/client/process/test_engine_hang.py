@@ -59,7 +59,7 @@ def test_a_working_engine_is_left_alone(model_path):
     run(make(model_path, 2.5), scenario)
 
 
-def test_zero_waits_for_ever(model_path):
+def test_a_hang_timeout_of_zero_never_restarts(model_path):
     async def scenario(llm):
         pid = stop_engine(llm)
         await asyncio.sleep(1.0)

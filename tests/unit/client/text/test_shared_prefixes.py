@@ -1,4 +1,4 @@
-"""How much of a prompt is declared to be no secret."""
+"""Length of a prompt's prefix that is declared to be no secret."""
 
 import pytest
 from fake_engine import FakeEngine

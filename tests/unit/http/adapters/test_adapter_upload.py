@@ -144,12 +144,18 @@ def test_errors_are_about_what_arrived(http, llm, monkeypatch):
 # --- rights -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_may(make_http, llm, loaded):
+def test_upload_needs_an_admin_key(make_http, llm, loaded):
     http = make_http(api_keys=("client",), admin_api_keys=("admin",))
     error_in(post(http), 401)
     error_in(post(http, headers={"Authorization": "Bearer client"}), 403)
     assert not loaded
     assert post(http, headers={"Authorization": "Bearer admin"}).status_code == 200
+
+
+def test_an_engine_that_is_not_there_is_said_before_the_file_is_read(http, llm, loaded):
+    llm.state = "restarting"
+    error_in(post(http, {"config": None}), 503)
+    assert not loaded
 
 
 def test_a_page_of_another_site(http, make_http, loaded):
@@ -206,6 +212,12 @@ def test_wrong_fields_of_shared_memory(http, llm, loaded, shm, fields, param):
     assert error_in(load_shm(http, shm, **fields))["param"] == param
     assert not loaded
     assert llm.sources.memory.num_bytes == 0
+
+
+def test_a_used_name_is_refused_before_shared_memory_is_read(make_http, loaded, shm):
+    http = make_http(lora_roots=(SHARED_MEMORY,))
+    assert load_shm(http, shm).status_code == 200
+    assert error_in(load_shm(http, "outrider-test-nothing"))["param"] == "lora_name"
 
 
 def test_shared_memory_needs_a_root(make_http, loaded, shm):

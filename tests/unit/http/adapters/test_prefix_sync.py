@@ -68,7 +68,7 @@ async def until(condition) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_the_loop_goes_on_and_the_last_one_counts(llm, monkeypatch):
+def test_superseded_declarations_are_skipped_and_do_not_block_the_loop(llm, monkeypatch):
     cutter = Cutter(monkeypatch)
 
     async def scenario():

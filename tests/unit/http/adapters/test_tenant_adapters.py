@@ -196,7 +196,7 @@ def test_max_adapters_counts_loads_that_are_in_flight(people):
 # --- rights -----------------------------------------------------------------------------------------------------------
 
 
-def test_who_may_not(people):
+def test_loads_need_the_scope_and_pins_an_admin(people):
     assert error_in(people.poor.load("x"), 403)["type"] == "PermissionDeniedError"
     error_in(people.poor.unload("sql"), 403)
     assert error_in(people.acme.load("x", pinned=True), 403)["param"] == "pinned"
@@ -248,7 +248,7 @@ def test_a_tenant_loads_from_its_own_folder(people, root, path):
         "hf://org/name", "s3://bucket/x", "file:///etc", "http://169.254.169.254/x", "a\0b", "..", "/" + "a" * 4000,
     ],
 )  # fmt: skip
-def test_and_from_nowhere_else(people, root, path):
+def test_a_path_outside_a_tenants_folder_is_refused(people, root, path):
     (root / "acme" / "link").symlink_to(root / "globex")
     calls = len(people.llm.in_engine)
     path = path.format(root=root)

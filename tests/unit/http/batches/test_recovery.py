@@ -36,7 +36,7 @@ async def check_all(api, batch_id: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_of_any_moment_goes_on(site, tmp_path):
+def test_a_batch_resumes_from_any_copied_state(site, tmp_path):
     """A copy of the folder equals the disk after `kill -9`."""
     copies = []
 

@@ -112,7 +112,7 @@ def test_history(http, llm):
 
 
 @pytest.mark.parametrize("history", ["-1", "301", "x"])
-def test_a_history_that_cannot_be(http, history):
+def test_an_invalid_history_is_refused(http, history):
     response = http.get("/admin/v1/stats", params={"history": history})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "BadRequestError"

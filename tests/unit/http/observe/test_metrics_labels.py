@@ -1,4 +1,4 @@
-"""Labels of tenants and of their own adapters: as people know them, and never more than so many."""
+"""Labels of tenants and of their own adapters: as people know them, and of bounded number."""
 
 from types import SimpleNamespace
 

@@ -154,7 +154,7 @@ def test_lengths_and_phases_of_requests(http):
         assert sum(seconds for _, seconds in parts) == pytest.approx(end, abs=0.05)
 
 
-def test_the_process(http):
+def test_process_metrics(http):
     found = samples(http)
     assert found["process_resident_memory_bytes", ()] > 1 << 20
     assert found["process_start_time_seconds", ()] > 1e9
@@ -244,7 +244,7 @@ def test_adapters_beyond_the_bound_share_a_label(http, llm, monkeypatch):
     assert [*found.values()] == [{"a": 2, "b": 1, "other": 2, "": 1}, {"a": 1, "b": 1, "other": 2, "": 1}]
 
 
-def test_names_that_come_and_go_do_not_grow_the_exposition_for_ever():
+def test_label_names_in_the_exposition_are_bounded():
     metrics = Metrics()
 
     def size_after(count):

@@ -39,7 +39,7 @@ class Log:
         return self.stream.getvalue()
 
     def lines(self, logger=REQUEST_LOGGER):
-        """Of JSON."""
+        """Lines of the log, parsed as JSON."""
         lines = [json.loads(line) for line in self.text.splitlines()]
         return [line for line in lines if line["logger"] == logger]
 

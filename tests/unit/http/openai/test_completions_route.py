@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outrider.platform.core.outputs import Logprob
+from outrider.platform.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from outrider.platform.http.openai.completions import Completions
 
 
@@ -174,6 +174,16 @@ def test_echo_alone_generates_nothing(http):
     assert answer["choices"][0]["text"] == "ab"
     assert answer["choices"][0]["logprobs"]["tokens"] == ["", "a", "b"]
     assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_an_aborted_scoring_has_scored_nothing(http, llm, monkeypatch):
+    async def run(prepared, *, delta):
+        aborted = CompletionOutput(0, "", [], logprobs=[], finish_reason="abort")
+        yield RequestOutput("", None, prepared.prompt.token_ids, [aborted], True, RequestMetrics())
+
+    monkeypatch.setattr(llm, "run", run)
+    [choice] = complete(http, echo=True, logprobs=1, max_tokens=0).json()["choices"]
+    assert choice["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize(

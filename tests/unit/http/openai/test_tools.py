@@ -144,7 +144,7 @@ def test_forced_calls_are_grammars(http, llm, name):
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_the_older_form(http, llm, forced):
+def test_functions_and_function_call(http, llm, forced):
     """`functions` are tools, and the answer has a `function_call`."""
     call = json.dumps(CALL)
     llm.reply = json.dumps(CALL["arguments"]) if forced else f"I look.<tool_call>{call}</tool_call>" * 2

@@ -31,7 +31,7 @@ def test_bodies_share_one_bound():
 
 
 def test_memory_is_given_back_after_every_end(http, llm):
-    """Of good requests, of bad ones, and of those that are too long."""
+    """Ends of good requests, of bad ones, and of those that are too long."""
     bodies = http.app.state.serving.bodies
     free = bodies.free
     for content in (b'{"prompt": "x"}', b"{", b'{"prompt": "' + b"x" * (9 << 20), b""):

@@ -144,7 +144,7 @@ def test_a_request_that_is_wrong_leaves_nothing(ledger_server, body, status):
     ledger_server(scenario, Limits(requests_per_minute=10))
 
 
-def test_a_request_that_the_engine_has_no_room_for_was_not_admitted(ledger_server, llm):
+def test_a_request_refused_by_the_engines_queue_is_not_charged(ledger_server, llm):
     llm.fail_after, llm.error = 0, OverloadedError("its queue is full")
 
     async def scenario(server):

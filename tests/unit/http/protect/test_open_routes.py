@@ -92,7 +92,7 @@ def test_unknown_paths_are_404_with_a_key_and_without_keys(keyed, make_http):
     assert make_http().get("/nowhere").status_code == 404
 
 
-def test_the_gate_judges_the_path_below_the_root_as_the_router_does(keyed):
+def test_authentication_and_router_agree_on_paths_below_the_root_path(keyed):
     async def send(path):
         transport = httpx.ASGITransport(keyed.app, root_path="/outer")
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

@@ -81,7 +81,7 @@ def test_tenants_queues_and_the_engines_queue_are_bounded_together(server, llm):
             await until(lambda: llm.running)
             waiting = asyncio.create_task(post("bounded"))
             await until(lambda: server.queue.num_waiting == 1)
-            assert server.queue.num_for_places == 1
+            assert server.queue.num_for_slots == 1
             for key in PEOPLE:  # one would wait in the engine, the other for its tenant's slot
                 answer = await post(key)
                 assert (answer.status_code, answer.json()["error"]["type"]) == (503, "OverloadedError")

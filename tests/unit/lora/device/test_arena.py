@@ -99,7 +99,7 @@ def test_views_are_the_weights(ranks):
         assert a.untyped_storage().data_ptr() == packed.data.untyped_storage().data_ptr()
 
 
-def test_an_adapter_on_everything_is_one_span_and_on_some_takes_less():
+def test_an_adapter_of_all_modules_is_one_span_and_of_some_takes_less():
     arena = make()
     whole = arena.layout.pack(weights(dict.fromkeys(MODULES, 2)))
     assert len(whole.spans) == 1
@@ -205,7 +205,7 @@ def test_a_gpu_copies_each_row_once_without_waiting(names, rows):
     check(arena, rows, weights(dict.fromkeys(names, len(rows))))
 
 
-def test_rows_that_find_no_room_on_their_way_go_one_after_the_other(monkeypatch):
+def test_rows_beyond_the_staging_buffer_are_copied_one_by_one(monkeypatch):
     monkeypatch.setattr("outrider.lora.device.arena._STAGED_BYTES", 1)
     arena = make(is_apart=True)
     modules = weights(dict.fromkeys(MODULES, 4))

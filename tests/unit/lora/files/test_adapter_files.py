@@ -92,7 +92,7 @@ def test_wrappers_around_the_model_mean_nothing(tmp_path, read, rename):
 
 
 def test_patterns_are_about_the_names_that_peft_saw(tmp_path, read):
-    """Those of an inner model have no "model." prefix, as an anchored pattern shows."""
+    """Names of an inner model have no "model." prefix, as an anchored pattern shows."""
     patterns = {"alpha_pattern": {r"^layers\.0\.self_attn\.q_proj": 80}}
     inner = read(
         write_adapter(tmp_path / "a", renamed(tensors(), lambda key: key.replace("model.layers", "layers")), **patterns)
@@ -371,7 +371,7 @@ def test_matrices_without_rows(tmp_path, read):
 
 
 def test_the_digest_of_dora_is_of_b_before_it_is_rounded():
-    """So are the gain and the served adapter."""
+    """The gain and the served adapter are, too."""
     base = torch.randn(64, 16)
     a, b, magnitude = torch.randn(4, 16), torch.randn(64, 4), torch.rand(64) + 1.0
     other = b * (1.0 + 1e-3 * torch.randn(64, 4))

@@ -182,7 +182,7 @@ def test_unusable_draft_weights_give_the_reason(tmp_path, where, make, reason):
     assert read(path).digest == read(path, draft=None).digest
 
 
-def test_the_request():
+def test_draft_path_of_a_lora_request():
     request = LoRARequest("x", 1, "/a", draft_path="/d")
     assert (request.lora_path, request.draft_path) == ("/a", "/d")
     assert LoRARequest("x", path="/a").draft_path is None

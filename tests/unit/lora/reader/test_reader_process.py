@@ -201,13 +201,13 @@ def test_the_reader_process_is_nicer_if_allowed(both, tmp_path, monkeypatch):
     other.close()
 
 
-def test_the_reader_process_pays_on_a_free_core_or_with_long_steps(monkeypatch):
+def test_the_reader_process_shortens_steps_on_a_free_core_or_if_they_are_long(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert reader_module.pays(1)
-    assert not reader_module.pays(2)
-    assert reader_module.pays(2, long_steps=True)
+    assert reader_module.shortens_steps(1)
+    assert not reader_module.shortens_steps(2)
+    assert reader_module.shortens_steps(2, long_steps=True)
     monkeypatch.setenv(reader_module.SWITCH, "0")
-    assert not reader_module.pays(1)
+    assert not reader_module.shortens_steps(1)
 
 
 # --- in an engine ---
@@ -227,7 +227,7 @@ def test_an_engine_signals_long_steps_to_the_reader(folder):
         manager.prepare([(None, 24), (None, 1)])
         assert reader.flag.is_set()
         assert reader.wait_ready(60)
-        assert reader.read(AdapterSource(folder("a"))) is not None, "it waits, but not for ever"
+        assert reader.read(AdapterSource(folder("a"))) is not None, "it waits, but not forever"
         manager.prepare([(None, 1), (None, 1)])
         assert not reader.flag.is_set()
     finally:

@@ -26,6 +26,9 @@ def test_a_load_in_place_names_the_requests_to_abort(make_manager, folder):
     running, other = admitted(manager, "a", folder("a")), admitted(manager, "b", folder("b"))
     waiting = make_request("a", folder("a"))
     manager.resolve(waiting)
+    mixed = make_request("a", folder("a"))
+    mixed.lora = LoRAMix((LoRAPart(mixed.lora, 0.5), LoRAPart(LoRARequest("b", path=folder("b")), 0.5)))
+    manager.resolve(mixed)
     replaced = []
     inplace = {"load_inplace": True, "replaced": replaced}
     manager.catalog.load(LoRARequest("a", path=folder("a")), **inplace)
@@ -34,6 +37,6 @@ def test_a_load_in_place_names_the_requests_to_abort(make_manager, folder):
         manager.catalog.load(LoRARequest("a", path=folder("big", rank=9)), **inplace)
     assert replaced == []
     manager.catalog.load(LoRARequest("a", path=folder("d")), **inplace)
-    assert replaced == [running, waiting]
-    for request in (running, waiting, other):
+    assert replaced == [running, waiting, mixed]
+    for request in (running, waiting, mixed, other):
         manager.forget(request)

@@ -111,7 +111,7 @@ def on_gone(gone):
 
 
 @pytest.mark.parametrize("how", ["unload", "load_inplace"])
-def test_a_mix_goes_with_a_part_and_running_requests_finish_on_it(make, folder, how):
+def test_a_mix_is_unloaded_with_a_part_and_running_requests_finish(make, folder, how):
     gone = []
     manager = make(max_loras=4, hooks=on_gone(gone))
     a, b, c = (folder(name) for name in "abc")

@@ -44,8 +44,8 @@ def test_a_newcomer_takes_the_name_once_it_has_been_read(make_manager, folder, m
 
 
 @pytest.mark.parametrize("broken", ["too large", "no weights", "vanished"])
-def test_a_newcomer_that_cannot_be_read_takes_nothing(make_manager, folder, tmp_path, monkeypatch, broken):
-    """Of the name's present adapter: its pin and its rows stay."""
+def test_a_newcomer_that_cannot_be_read_leaves_the_present_adapter(make_manager, folder, tmp_path, monkeypatch, broken):
+    """The pin and the rows of the name's present adapter stay."""
     manager = make_manager()
     before = manager.catalog.load(LoRARequest("a", path=folder("a")), pinned=True)
     path = folder("b", rank=9 if broken == "too large" else 4)

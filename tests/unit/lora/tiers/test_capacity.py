@@ -1,4 +1,4 @@
-"""How much fits: rows of the device by number or by bytes, adapters that run at once, bytes of host memory."""
+"""Capacity: rows of the device by number or by bytes, adapters that run at once, bytes of host memory."""
 
 from dataclasses import replace
 
@@ -228,7 +228,7 @@ def test_one_adapter_larger_than_the_host_tier(make_manager, folder):
     assert manager.catalog.stats().host_bytes == 0
 
 
-def test_all_wait_their_turn_for_few_bytes(make_manager, folder):
+def test_eight_adapters_load_in_turn_within_a_byte_limit(make_manager, folder):
     """Eight are wanted at once, room is for one and a half."""
     size = entry_bytes(make_manager, folder)
     manager = make_manager(max_loras=1, max_cpu_loras=100, max_lora_rank=8, max_cpu_bytes=3 * size // 2)

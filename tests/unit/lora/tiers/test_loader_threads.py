@@ -201,7 +201,7 @@ def test_short_jobs_do_not_wait_for_long_ones():
     loader.close()
 
 
-def test_work_done_at_once_is_handed_over_like_the_rest():
+def test_work_done_synchronously_is_returned_like_other_work():
     loader, going = LoaderThreads(), threading.Event()
     loader.submit(lambda: (going.wait(SECONDS), "read")[1])
     loader.add_result("write")

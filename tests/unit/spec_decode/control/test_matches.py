@@ -68,14 +68,12 @@ def test_look_ups_tell_what_prompt_lookup_alone_would_accept(finds: bool) -> Non
     adapter = AdapterState([0.7, 0.5], 0.0)
     row, tokens = RowState(adapter, 2), [0] * 8
     for _ in range(2 * FEW_ROUNDS):
-        row.prefers(Drafts([5, 6, 7], match_length=9) if finds else Drafts([]), tokens, 3, counts=False)
+        row.prefers(Drafts([5, 6, 7], match_length=9) if finds else Drafts([]), tokens, 3)
         tokens += [5]
     counts, before = adapter.counts[1], [*adapter.rates(1)]
     assert (before[0] > 0.9) if finds else (before[0] < 0.1)
     assert (counts.made_shares([1.0] * 6)[0] > 0.9) is finds
     assert counts.tried[1] == 0.0, "the text was one token ahead"
-    row.prefers(Drafts([5], match_length=9), tokens, 1, counts=False)
-    assert adapter.rates(1) == before, "enough are known"
 
 
 def test_matches_count_for_the_drafter_that_was_planned() -> None:
@@ -97,10 +95,29 @@ def test_matches_count_for_the_drafter_that_was_planned() -> None:
     assert entry["acceptance"][0] > 0.9
 
 
-def test_nothing_is_overridden_while_costs_are_measured() -> None:
+def test_nothing_is_looked_up_while_costs_are_measured() -> None:
     text = Text()
+    assert text.policy.looks_up(text.request)
     text.policy.hold(0, 4)
-    assert not text.step(9, is_right=True)
+    assert not text.policy.looks_up(text.request)
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(0.002, 1 / 4), (0.02, 1.0)])
+def test_short_steps_look_up_now_and_then_until_a_match_is_used(seconds: float, share: float) -> None:
+    text, looked_up = Text(), []
+    for _ in range(16 * FEW_ROUNDS):
+        row = RowPlan(text.request, len(text.request.tokens) - 1, 2, 1, True, 1)
+        text.policy.choose([row])
+        looked_up.append(text.policy.looks_up(text.request))
+        if looked_up[-1]:
+            text.policy.prefers_match(text.request, Drafts([]), 1)
+        text.request.tokens += [1, 2]
+        text.request.drafts = Drafts([3])
+        text.policy.observe(StepPlan([row]), StepResult([RowResult([1, 2], 1)], seconds, 1e-4))
+    last = looked_up[-100:]
+    assert sum(last) == share * len(last)
+    assert text.policy.prefers_match(text.request, Drafts([5] * 9, match_length=9), 1)
+    assert all(text.policy.looks_up(text.request) for _ in range(3))
 
 
 def test_prompt_lookup_reports_how_many_tokens_matched() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,9 +10,10 @@ from outrider import LLM, SamplingParams
 from outrider.models.demo import demo_model_path
 from outrider.platform.core.errors import InvalidRequestError, NotFoundError
 from outrider.platform.core.request import Request
+from outrider.platform.core.speculative_config import parse_speculative
 from outrider.spec_decode.drafters import corpus as corpus_module
 from outrider.spec_decode.drafters.base import DraftRow, TargetOutput
-from outrider.spec_decode.drafters.corpus import Corpora, Corpus
+from outrider.spec_decode.drafters.corpus import Corpora, Corpus, load_corpora
 from outrider.spec_decode.drafters.ngram import NgramDrafter
 
 MODEL = str(demo_model_path())
@@ -116,6 +118,18 @@ def test_files_that_cannot_be_used_are_named(name, content, words, tmp_path, mon
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InvalidRequestError, match=rf"speculative_config: prompt_lookup_corpus: .*{words}"):
         engine(tmp_path)
+
+
+def test_tokens_that_the_model_lacks_are_refused(tmp_path, monkeypatch):
+    """A tokenizer may have more tokens than the model; the engine could not embed such a draft."""
+    (tmp_path / "a.txt").write_text("some words")
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [5, 1_000_000])
+    monkeypatch.setattr("outrider.models.checkpoint.tokenizer.load_tokenizer", lambda path: tokenizer)
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=2048))
+    context = SimpleNamespace(target=target, model_path=MODEL)
+    config = parse_speculative({"method": "ngram", "prompt_lookup_corpus": str(tmp_path)})
+    with pytest.raises(InvalidRequestError, match="the tokenizer gives token 1000000, the model has 2048"):
+        load_corpora(config, context)
 
 
 def test_a_path_that_is_missing_or_of_another_method(tmp_path):

@@ -65,7 +65,7 @@ def test_any_schedule_leaves_the_drafts_as_they_are(reference, model):
 
 @pytest.mark.parametrize("drafted", [0, 1, 2])
 def test_shared_blocks_are_read_as_far_as_they_were_computed(reference, model, drafted):
-    """That many of two shared blocks have draft KV; the rest must be computed."""
+    """`drafted` of two shared blocks have draft KV; the rest must be computed."""
     engine = make_engine(model, 2048, random.Random(0))
     trunk = engine.sequence(2 * BLOCK + 1)
     engine.step((trunk, 2, None, 0))

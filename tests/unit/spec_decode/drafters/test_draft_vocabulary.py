@@ -52,7 +52,7 @@ def test_tokens_beyond_the_embeddings_and_copies_do_not_count(tmp_path):
 
 
 def test_entries_that_are_no_tokens_do_not_count(tmp_path):
-    """Of a damaged file; and a token that is longer than any of the other's costs no time."""
+    """The file is damaged; and a token that is longer than any of the other's costs no time."""
     one, other = tmp_path / "one", tmp_path / "other"
     write_tokenizer(one, [["a", 0.0], [["b"], 0.0], ["c", 0.0], 3], [{"content": ["d"], "id": 4}, {"id": 5}, "e"])
     write_tokenizer(other, {"c": 0, "a": 1, "b": None})

@@ -189,7 +189,7 @@ def test_bfloat16(make_engine, target, folders, prompts, method):
 
 
 def test_blocks_that_may_be_found_have_all_their_states(make_engine, folders, prompts, texts, monkeypatch):
-    """Of sequences that end anywhere: at a token that was drafted, and at a block's edge. A step's states come after
+    """Sequences end anywhere: at a token that was drafted, and at a block's edge. A step's states come after
     its commit, and before the next lookup of blocks."""
     kept, published, lacking = set(), set(), set()
 

@@ -106,7 +106,7 @@ def test_a_step_with_an_unknown_start_is_not_deferred():
 
 
 def test_deferred_states_outlive_the_buffers_of_their_step():
-    """Those of a captured pass are written again by the next one."""
+    """Buffers of a captured pass are written again by the next one."""
     fused, (buffer,) = Fused(), vectors(1.0, 101.0)
     fused.store.defer(rows_at(0), (buffer,), None)
     buffer.fill_(9.0)

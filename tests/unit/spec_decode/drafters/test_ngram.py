@@ -61,7 +61,7 @@ def test_drafts_are_the_tokens_that_followed() -> None:
     assert drafter.propose([row(request, [1, 2, 3, 4, 5, 6, 1, 2, 3])], TargetOutput())[0].drafts.probs is None
 
 
-def test_a_loop_goes_on() -> None:
+def test_a_repeating_text_is_continued() -> None:
     drafter, request = NgramDrafter(1, 3), make_request()
     assert drafts(drafter, request, [9, 1, 2, 1, 2, 1, 2], max_drafts=5) == [1, 2, 1, 2, 1]
     assert drafts(drafter, make_request("s"), [4, 4], max_drafts=3) == [4, 4, 4]

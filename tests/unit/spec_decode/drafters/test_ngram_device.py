@@ -139,7 +139,7 @@ def test_a_discarded_step_leaves_no_trace() -> None:
 
 
 def test_slots_are_reused() -> None:
-    """Those of finished requests, and if there are more requests than rows those of preempted ones."""
+    """Slots of finished requests, and, if there are more requests than rows, of preempted ones."""
     running = Running(2)
     for name in "abc":
         running.add(name)

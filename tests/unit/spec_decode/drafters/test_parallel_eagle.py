@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from outrider.kernels.noise import ROUND, Stream, row_keys
 from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
+from outrider.models.weight_copy import copy_weights
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.drafters import one_pass
 
@@ -56,6 +57,21 @@ def test_what_is_drafted_depends_on_the_mask(parallel):
         assert changed[0] == 0
         assert (changed[1:] > 1e-2).all()
         tensor.copy_(kept)
+
+
+def test_new_weights_have_a_new_mask(target, parallel, load_head, tmp_path):
+    """The state of masks is computed once, and again from the weights that replace the head's."""
+    engine, other = Engine(target, load_head(parallel(layers=2))), parallel(layers=2)
+    for tensor in (other.weights["mask_hidden"], other.weights["fc.weight"]):
+        tensor.mul_(1.5).add_(0.1)
+    engine.step((engine.sequence(9), 3, None, 0))
+    fresh = load_head(other.save(tmp_path / "other"), "eagle3")
+    for new, held in zip(fresh.weights, engine.drafter.weights, strict=True):
+        copy_weights(new, held)
+    sequence = engine.sequence(9)
+    for accepted in (0, 2):
+        (drafts,) = engine.step((sequence, 4, None, accepted))
+        other.check_greedy(sequence.request.tokens, drafts.token_ids)
 
 
 def test_a_pass_makes_all_drafts(target, parallel, load_head, monkeypatch):

@@ -165,7 +165,7 @@ def test_a_name_used_again_is_a_new_request():
     assert propose(drafter, make_request("a", B, [3, *SECRET[:3]])) == [[]]
 
 
-def test_tokens_behind_the_end_of_an_output_are_not_remembered():
+def test_tokens_after_the_end_of_an_output_are_not_stored():
     """The drafter sees the sampled tokens before the engine cuts them at a stop token."""
     drafter, request = make_drafter(), make_request(prompt=[1, 2])
     full = request.tokens + SECRET

@@ -40,11 +40,11 @@ def test_break_even_is_the_ratio_of_step_times():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft-lora"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "draft-lora", "uno"])
 def test_a_trial_serves_the_trained_drafter(method, options, samples, folders):
     """An untrained Medusa head says the target's own last token again, so on repetitive text it is often right."""
-    own = {"draft": folders.draft, "adapter": folders.adapter} if method == "draft-lora" else {}
-    chosen = options(method=method, steps=2, k=3, **own)
+    own = {"draft-lora": {"draft": folders.draft, "adapter": folders.adapter}, "uno": {"adapter": folders.adapter}}
+    chosen = options(method=method, steps=2, k=3, **own.get(method, {}))
     train_draft(chosen, samples[8:], samples[:8])
     trials = draft_trial.run_trials(chosen, [s.token_ids[: s.num_prompt_tokens] for s in samples[:2]])
     assert [trial.num_drafts for trial in trials] == [1, 2, 3]
@@ -54,6 +54,23 @@ def test_a_trial_serves_the_trained_drafter(method, options, samples, folders):
         assert trials[-1].acceptance_length > 1.2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "sizes"), [("medusa", {"medusa_heads": 2}), ("dflash", {"block_size": 3, "draft_layers": 1})]
+)
+def test_a_trial_asks_for_no_more_drafts_than_there_are(method, sizes, options, samples):
+    chosen = options(method=method, steps=1, k=4, **sizes)
+    train_draft(chosen, samples[8:], samples[:8])
+    trials = draft_trial.run_trials(chosen, [samples[0].token_ids[: samples[0].num_prompt_tokens]])
+    assert [trial.num_drafts for trial in trials] == [1, 2]
+
+
+def test_draft_weights_without_an_adapter_are_not_served(options, samples, folders):
+    """The engine would draft with the model that they are for, and without them."""
+    with pytest.raises(OutriderError, match="--adapter names none"):
+        list(describe_trial(options("draft-lora", draft=folders.draft), samples))
+
+
 def test_only_eagle_3_is_compared_with_an_eagle_3_head(options, samples):
     for method, quoted in (("medusa", False), ("eagle3", True)):
         lines = []
@@ -61,10 +78,8 @@ def test_only_eagle_3_is_compared_with_an_eagle_3_head(options, samples):
         assert any("EAGLE-3 head of a 135M model" in line for line in lines) is quoted
 
 
-def test_progress_of_generation_does_not_guess_the_time_from_the_first_or_of_the_last_answers(
-    options, samples, folders, tmp_path
-):
-    """Of answers that began together the shortest end first and the longest last, so the number of those that have
+def test_progress_estimates_no_time_from_the_first_or_last_answers(options, samples, folders, tmp_path):
+    """If answers start together the shortest end first and the longest last, so the number of those that have
     ended says nothing about the time left."""
     described, file = [], tmp_path / "generated.jsonl"
     prompts = [[7, 8, 9 + n] for n in range(6)]

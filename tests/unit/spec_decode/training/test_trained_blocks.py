@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from outrider.platform.core.errors import InvalidRequestError
 from outrider.spec_decode.training.build import new_drafter
+from outrider.spec_decode.training.methods import block_head
 from outrider.spec_decode.training.methods.block_head import draw_anchors
 
 from ....block_heads import BlockHead
@@ -86,6 +87,25 @@ def test_loss_is_the_weighted_mean_over_the_drafts(make_drafter, method, monkeyp
         losses.append(float(F.cross_entropy(states @ drafter.output_weight.float().T, wanted).detach()))
     expected = (losses[0] + 0.8 * losses[1] + 0.64 * losses[2]) / 2.44
     assert float(drafter.loss(features).detach()) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_long_texts_are_measured_in_parts(make_drafter, method, monkeypatch):
+    """The mask of all blocks of a text at once grows with the square of its length."""
+    drafter, _, features = make_drafter(method)
+    monkeypatch.setattr(type(drafter), "_confidence_loss", lambda self, *args: torch.zeros(()))
+    drafter.eval()
+    whole = float(drafter.loss(features).detach())
+    seen, states = [], type(drafter).states
+    monkeypatch.setattr(
+        type(drafter),
+        "states",
+        lambda self, f, anchors, n: seen.append(anchors.shape[1]) or states(self, f, anchors, n),
+    )
+    monkeypatch.setattr(block_head, "ANCHORS", 5)
+    assert float(drafter.loss(features).detach()) == pytest.approx(whole, abs=1e-5)
+    assert len(seen) > 1
+    assert max(seen) <= 5
 
 
 def test_confidence_learns_how_often_drafts_are_accepted(make_drafter):

@@ -1,5 +1,6 @@
 """Broken or unfit models, adapters and drafters give one line that names the option."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,9 @@ import torch
 
 from outrider.platform.core.errors import AdapterError, InvalidRequestError, OutriderError, UnsupportedModelError
 from outrider.spec_decode.training.build import new_drafter, read_head
+from outrider.spec_decode.training.methods.eagle_head import Eagle1Head
 from outrider.spec_decode.training.run import load
+from outrider.spec_decode.training.run_folder import RUN_FILE, check_output, prepare_output
 from outrider.spec_decode.training.target import load_causal_lm, load_target
 
 pytestmark = pytest.mark.slow
@@ -173,6 +176,31 @@ def test_a_head_is_trained_further_from_its_weights(method, random, options, sam
     )
 
 
+def test_a_run_of_an_older_version_goes_on_with_the_defaults_of_later_options(options, tmp_path):
+    chosen = options(output=str(tmp_path / "out"))
+    prepare_output(chosen)
+    described = json.loads((tmp_path / "out" / RUN_FILE).read_text())
+    assert described.pop("unroll_every") == 1
+    (tmp_path / "out" / RUN_FILE).write_text(json.dumps(described))
+    (tmp_path / "out" / "model.safetensors").touch()
+    check_output(dataclasses.replace(chosen, resume=True))
+    with pytest.raises(InvalidRequestError, match="had unroll_every 1, this one has 2"):
+        check_output(dataclasses.replace(chosen, resume=True, unroll_every=2))
+
+
+def test_an_eagle_head_is_unrolled_once_by_default(options, samples, read_batch, tmp_path, monkeypatch):
+    """A new one, and one that is trained further."""
+    seen = []
+    steps = Eagle1Head.steps
+    monkeypatch.setattr(Eagle1Head, "steps", lambda head, features, n: seen.append(n) or steps(head, features, n))
+    target, features = read_batch(samples[:2], ())
+    drafter = new_drafter(options("eagle", unroll=None), target, samples)
+    drafter.export(tmp_path)
+    for each in (drafter, new_drafter(options("eagle", unroll=None, draft=str(tmp_path)), target, samples)):
+        each.train().loss(features)
+    assert seen == [1, 1]
+
+
 def test_only_a_head_of_the_method_is_trained_further(options, trained, samples, folders):
     for method, draft in (("eagle3", folders.draft), ("eagle", str(trained[0]))):
         with pytest.raises(InvalidRequestError, match=f"is not a head that --method {method} can train further"):
@@ -195,7 +223,7 @@ BLOCK_VARIANTS = {
 
 @pytest.mark.parametrize("what", BLOCK_VARIANTS)
 def test_variants_of_drafters_of_blocks(what, options, samples, read_batch, tmp_path):
-    """Those whose training would compute something else than the engine are refused by name."""
+    """Variants whose training would compute something else than the engine are refused by name."""
     target, _ = read_batch(samples[:1], None)
     new_drafter(options("dspark", draft_layers=1, markov_rank=4), target, samples).export(tmp_path)
     changes, words = BLOCK_VARIANTS[what]

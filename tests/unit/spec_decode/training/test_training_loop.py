@@ -175,7 +175,7 @@ def test_a_run_that_is_over_stays_as_it_is(options, samples, tmp_path):
 
 
 def test_the_unroll_is_left_out_of_some_steps(options, samples, tmp_path, monkeypatch):
-    """Of those of training alone: measurements are of the whole unroll."""
+    """Only steps of training: measurements are of the whole unroll."""
     seen = []
     steps = Eagle3Head.steps
     monkeypatch.setattr(
@@ -278,6 +278,8 @@ def test_wrong_values_are_refused(options):
         ({"rank": 4}, "--rank is for --method draft-lora and uno, not for eagle3"),
         ({"method": "draft-lora", "draft": "x", "optimizer": "muon"}, "--optimizer muon is for"),
         ({"hidden_size": 7}, "--hidden-size must be even, got 7"),
+        ({"unroll_every": 0}, r"--unroll-every must be in \[1,"),
+        ({"method": "eagle", "unroll": None, "unroll_every": 2}, "--unroll-every has no effect with an --unroll of 1"),
         ({"base_name": ""}, "--base-name must not be empty"),
         ({"adapter": "a\0b"}, "--adapter holds a NUL"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude"),

@@ -188,7 +188,7 @@ def test_a_row_without_an_allowed_token_ends_the_drafts() -> None:
     assert set(cut) == {0, 1, 2}
 
 
-def test_a_round_uses_no_noise_of_the_drafts_before_it() -> None:
+def test_each_verification_step_uses_fresh_noise() -> None:
     """Drafts of token 0, then of either. The second draft decides whether the first one is accepted; what follows token
     1 in the next round is either again."""
     always, either = torch.tensor([0.0, -torch.inf]), torch.zeros(2)

@@ -52,7 +52,7 @@ def test_successive_rounds_of_one_request_are_independent() -> None:
 
 
 @pytest.mark.parametrize(("rates", "accepted"), [((1.0, 1.0), 2), ((1.0, 0.0), 1), ((0.0, 0.0), 0)])
-def test_the_ends_are_exact(rates: tuple[float, ...], accepted: int) -> None:
+def test_rates_of_zero_and_one_are_exact(rates: tuple[float, ...], accepted: int) -> None:
     assert {accept_at_rates(row(i, [5, 6]), rates) for i in range(500)} == {accepted}
 
 

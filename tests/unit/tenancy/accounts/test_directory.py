@@ -261,7 +261,7 @@ def test_databases_that_cannot_be_opened(address, error):
     assert not [t for t in threading.enumerate() if t.name.startswith("outrider-d")]
 
 
-def test_a_row_that_this_version_cannot_read_is_no_empty_directory(sqlite, sqlite_store, directory):
+def test_an_unreadable_row_keeps_the_last_directory(sqlite, sqlite_store, directory):
     """An unenforced limit must not count as none."""
     _, secret = sqlite_store.create_key("acme")
     refresh(directory)

@@ -119,12 +119,12 @@ def test_pages(store, database):
         (Actor(via="cli", client="root@host"), "outrider admin, from root@host"),
     ],
 )
-def test_who(actor, shown):
+def test_description_of_an_actor(actor, shown):
     assert actor.description == shown
 
 
 def test_work_for_the_database_sees_the_requests_context(sqlite):
-    """So that the lines of the log have the request's id."""
+    """The lines of the log have the request's id."""
     variable = contextvars.ContextVar("variable", default="")
 
     async def scenario():

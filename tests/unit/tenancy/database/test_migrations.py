@@ -56,7 +56,7 @@ def test_an_upgrade_is_one_line_of_the_log(empty, caplog):
     assert message == f"the database's tables went from revision none to {NEWEST}"
 
 
-def test_a_second_time_changes_nothing(empty):
+def test_a_second_upgrade_changes_nothing(empty):
     assert revisions(empty) == (None, NEWEST)
     upgrade(empty)
     assert upgrade(empty) == revisions(empty) == (NEWEST, NEWEST)

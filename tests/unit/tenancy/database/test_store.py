@@ -220,7 +220,7 @@ def test_prefixes(store):
 
 
 @pytest.mark.parametrize("tokens", [[], [-1], [1 << 31]])
-def test_tokens_that_are_none(store, tokens):
+def test_invalid_prefix_token_ids_are_refused(store, tokens):
     with pytest.raises(InvalidRequestError) as refused:
         store.add_prefix("x", tokens)
     assert refused.value.param == "token_ids"

@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_used(tmp_path):
         Journal(tmp_path / "file", BYTES)
 
 
-def test_others_cannot_read_it(journal):
+def test_files_are_readable_by_the_owner_alone(journal):
     assert journal.folder.stat().st_mode & 0o077 == 0
     assert all(path.stat().st_mode & 0o077 == 0 for path in journal.folder.iterdir())
 
@@ -359,7 +359,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["begin", "update", "end", "forget", 
 
 @settings(max_examples=80)
 @given(steps=STEPS)
-def test_any_life(tmp_path_factory, steps):
+def test_journal_equals_a_dictionary_after_any_steps(tmp_path_factory, steps):
     """Against a dictionary. Rows that were forgotten may come back after a crash: the database has them."""
     journal = Journal(tmp_path_factory.mktemp("journal"), 1 << 15)  # segments of 4 KiB: many
     states, gone = {}, {}

@@ -187,7 +187,7 @@ def test_a_disk_that_cannot_be_synced_refuses_new_requests_until_it_can(sqlite, 
                 raise OSError(errno.EIO, "Input/output error")
 
             monkeypatch.setattr(os, "fdatasync", fails)
-            await record(ledger, "running")  # its answer is not held back for ever
+            await record(ledger, "running")  # its answer is not held back forever
             with pytest.raises(OverloadedError, match="Input/output"):
                 ledger.begin(begun("refused"))
             assert ledger.problem is not None

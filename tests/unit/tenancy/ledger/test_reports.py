@@ -24,7 +24,7 @@ START = 1767225600.0  # 2026-01-01
         ("2026-01-01T01:00+01:00", START), ("2026-01-01 00:00:00", START), ("1970-01-01", 0.0),
     ],
 )  # fmt: skip
-def test_times(text, seconds):
+def test_parse_time(text, seconds):
     assert parse_time(text, "from") == seconds
 
 
@@ -85,7 +85,7 @@ def counts(rows: list[dict], *names: str) -> list[tuple]:
     return [tuple(row[name] for name in names) for row in rows]
 
 
-def test_sums(ledger):
+def test_sum_usage(ledger):
     (total,) = sum_usage(ledger, (), UsageFilter())
     assert total == {
         "requests": 4, "prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 12, "drafted_tokens": 8,

@@ -103,7 +103,7 @@ def test_a_changed_limit_keeps_its_charges():
     assert bucket.remaining(0) == 70
 
 
-def test_a_clock_that_goes_back_pays_nothing():
+def test_a_clock_set_back_pays_no_debt():
     bucket = RateBucket(60, MINUTE)
     bucket.charge(60, MINUTE)
     assert bucket.remaining(0) == 0

@@ -59,7 +59,7 @@ def test_a_request_that_ends_during_a_reading_counts_once():
         assert budget.used == 243
 
 
-def test_a_request_that_is_released_after_the_reading_that_has_its_row_counts_once():
+def test_a_request_released_after_a_read_that_includes_its_row_counts_once():
     """Its row was written at the end of its answer; the ticket came back only after the ledger had been read."""
 
     async def scenario():
@@ -68,21 +68,21 @@ def test_a_request_that_is_released_after_the_reading_that_has_its_row_counts_on
             Limiter(usage, clock),
             Principal(tenant="acme", key_id="k1", tenant_limits=Limits(token_budget=100)),
         )
-        early, late = [await limiter.admit(principal, Demand((10,), max_tokens=10), 1000) for _ in range(2)]
+        early, late = [await limiter.admit(principal, Demand((10,), max_tokens=10)) for _ in range(2)]
         ended_at = clock.wall + 20
         usage.tokens = 15
         clock.seconds, clock.wall = 61.0, clock.wall + 61.0
-        limiter.release(await limiter.admit(principal, Demand((1,), max_tokens=1), 1000), 0, ran=False)
+        limiter.release(await limiter.admit(principal, Demand((1,), max_tokens=1)), 0, ran=False)
         await settle()
         limiter.release(early, 15, ended_at=ended_at)
         limiter.release(late, 15)  # now: its row is in no reading yet
-        await refused(limiter.admit(principal, Demand((50,), max_tokens=21), 1000), "token_budget")
-        await limiter.admit(principal, Demand((50,), max_tokens=20), 1000)
+        await refused(limiter.admit(principal, Demand((50,), max_tokens=21)), "token_budget")
+        await limiter.admit(principal, Demand((50,), max_tokens=20))
 
     run(scenario())
 
 
-def test_an_answer_that_comes_after_that_of_a_later_reading_is_not_taken():
+def test_a_read_that_ends_after_a_later_one_is_ignored():
     noon = at("2026-11-21T12:00")
     budget = Budget(1000, "day", noon)
     budget.end_reading(budget.begin_reading(noon), 0, 0.0)
@@ -95,7 +95,7 @@ def test_an_answer_that_comes_after_that_of_a_later_reading_is_not_taken():
     assert budget.used == 20
 
 
-def test_servers_that_read_first_at_once_count_from_one_answer():
+def test_concurrent_first_reads_share_one_result():
     noon = at("2026-11-21T12:00")
     one, two = (Budget(1000, "day", noon) for _ in range(2))
     readings = [budget.begin_reading(noon) for budget in (one, two)]

@@ -25,16 +25,16 @@ def test_an_earlier_request_does_not_restore_old_limits():
         limiter = Setting().limiter
         before = principal(1, Limits(max_concurrent_requests=2, requests_per_minute=9))
         after = principal(2, Limits(max_concurrent_requests=1, requests_per_minute=3, token_budget=100))
-        running = await limiter.admit(before, Demand((1,), max_tokens=1), 1000)
-        waiting = asyncio.create_task(limiter.admit(after, Demand((1,), max_tokens=79), 1000))
+        running = await limiter.admit(before, Demand((1,), max_tokens=1))
+        waiting = asyncio.create_task(limiter.admit(after, Demand((1,), max_tokens=79)))
         await settle()
         assert limiter.headers(before)["x-ratelimit-limit-requests"] == "3"
         await settle()
-        assert not waiting.done(), "there is one place now"
+        assert not waiting.done(), "there is one slot now"
         limiter.release(running, 2)
         await waiting
         limiter.headers(before)
-        await refused(limiter.admit(after, Demand((1,), max_tokens=29), 1000), "token_budget")
+        await refused(limiter.admit(after, Demand((1,), max_tokens=29)), "token_budget")
 
     run(scenario())
 
@@ -43,8 +43,8 @@ def test_requests_that_wait_go_on_when_the_limit_is_raised():
     async def scenario():
         limiter = Setting().limiter
         before = principal(1, Limits(max_concurrent_requests=1))
-        await limiter.admit(before, Demand((1,), max_tokens=1), 1000)
-        waiting = asyncio.create_task(limiter.admit(before, Demand((1,), max_tokens=1), 1000))
+        await limiter.admit(before, Demand((1,), max_tokens=1))
+        waiting = asyncio.create_task(limiter.admit(before, Demand((1,), max_tokens=1)))
         await settle()
         limiter.change_limits([principal(2, Limits(max_concurrent_requests=2)), Principal(tenant="idle")])
         await settle()
@@ -58,7 +58,7 @@ def test_limits_that_change_while_a_budget_is_read():
         setting = Setting()
         setting.usage.gate, setting.usage.tokens = asyncio.Event(), 90
         limits = Limits(token_budget=1000), Limits(token_budget=100, budget_period="day")
-        first = asyncio.create_task(setting.limiter.admit(principal(1, limits[0]), Demand((1,), max_tokens=20), 1000))
+        first = asyncio.create_task(setting.limiter.admit(principal(1, limits[0]), Demand((1,), max_tokens=20)))
         await settle()
         setting.limiter.headers(principal(2, limits[1]))  # another request, of after the change
         setting.usage.gate.set()
@@ -112,7 +112,7 @@ def test_the_queue_bound_is_for_all_tenants_together(bounded):
         limits = {f"{bounded}_limits": Limits(max_concurrent_requests=1)}
 
         def admit(tenant, n=1):
-            return limiter.admit(Principal(tenant=tenant, key_id=tenant, **limits), Demand((1,), n=n, max_tokens=1), 99)
+            return limiter.admit(Principal(tenant=tenant, key_id=tenant, **limits), Demand((1,), n=n, max_tokens=1))
 
         running = [await admit(name) for name in ("a", "b", "c")]
         waiting = [asyncio.create_task(admit(name)) for name in ("a", "b")]

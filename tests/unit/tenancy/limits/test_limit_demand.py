@@ -1,5 +1,7 @@
 """Demands of requests under their limits."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,13 +11,13 @@ from outrider.platform.tenancy.accounts.principal import Limits
 from outrider.platform.tenancy.limits.demand import Demand, fit
 
 
-def granted(demand, *limits, context=100, most=None):
-    return fit(demand, limits, context, most)
+def granted(demand, *limits, most=None):
+    """`fit` for a context of 100 tokens."""
+    return fit(replace(demand, room=tuple(100 - length for length in demand.prompt_tokens)), limits, most)
 
 
-def test_without_limits_the_context_is_the_bound():
+def test_without_limits_the_room_is_granted():
     assert granted(Demand((10, 90))) == [90, 10]
-    assert granted(Demand((10, 90), default_max_tokens=16)) == [16, 10]
     assert granted(Demand((10,), max_tokens=5)) == [5]
 
 

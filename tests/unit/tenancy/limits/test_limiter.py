@@ -25,8 +25,8 @@ class Setting:
         return Principal(tenant="acme", key_id=key_id, tenant_limits=self.tenant, key_limits=self.key)
 
     async def admit(self, prompt=10, max_tokens=10, key_id="k1", **options):
-        demand = Demand((prompt,), max_tokens=max_tokens, **options)
-        return await self.limiter.admit(self.principal(key_id), demand, 1000)
+        demand = Demand((prompt,), max_tokens=max_tokens, room=(1000 - prompt,), **options)
+        return await self.limiter.admit(self.principal(key_id), demand)
 
     def remaining(self, what, key_id="k1"):
         return int(self.limiter.headers(self.principal(key_id))[f"x-ratelimit-remaining-{what}"])
@@ -81,7 +81,7 @@ def test_several_prompts_and_sequences_are_counted_each():
     async def scenario():
         setting = Setting(Limits(requests_per_minute=10, tokens_per_minute=1000))
         demand = Demand((10, 20), n=3, max_tokens=5)
-        await setting.limiter.admit(setting.principal(), demand, 1000)
+        await setting.limiter.admit(setting.principal(), demand)
         assert setting.remaining("requests") == 4
         assert setting.remaining("tokens") == 1000 - (10 + 20) - 6 * 5
 
@@ -142,7 +142,7 @@ def test_concurrency_and_the_queue():
     run(scenario())
 
 
-def test_a_client_that_goes_while_it_waits_has_used_nothing():
+def test_a_client_that_disconnects_while_waiting_has_used_nothing():
     async def scenario():
         setting = Setting(Limits(max_concurrent_requests=1, requests_per_minute=100, tokens_per_minute=100))
         running = await setting.admit()
@@ -352,7 +352,7 @@ def test_whatever_happens_all_of_it_comes_back(steps):
                 running.append(task.result())
         setting.clock.seconds += 60
         for scope in setting.limiter._scopes.all():
-            assert (scope.places.taken, scope.num_waiting, scope.places.num_waiting) == (0, 0, 0)
+            assert (scope.slots.taken, scope.num_waiting, scope.slots.num_waiting) == (0, 0, 0)
             assert scope.budget is None or scope.budget.reserved == 0
             assert scope.is_idle(setting.clock.monotonic_ns())
 

@@ -63,7 +63,7 @@ def test_slots_of_all_servers_go_by_arrival():
                 await servers.release(server, ticket, 0)
 
             def num_waiting():
-                """Those of whom every server knows, and since when."""
+                """Number of waiting requests that every server knows of, and since when."""
                 shares = json.loads(servers.table.counts["acme"])[""][4].values()
                 return sum(share[2] for share in shares if share[3])
 
@@ -102,7 +102,7 @@ def test_slots_and_reservations_of_a_dead_server_are_freed():
         limits = Limits(max_concurrent_requests=1, token_budget=1000, tokens_per_minute=1000)
         async with in_memory(limits) as servers:
             dead, servers.limiters[0] = servers.limiters[0], servers.server()
-            await dead.admit(servers.principal(), Demand((10,), max_tokens=600), 1000)
+            await dead.admit(servers.principal(), Demand((10,), max_tokens=600))
             await dead.close()  # without a word to the others
             waiting = asyncio.create_task(servers.admit(1, prompt=10, max_tokens=50))
             await asyncio.sleep(0.15)
@@ -200,7 +200,7 @@ def test_counts_of_an_outage_are_shared_afterwards(fails):
     run(scenario())
 
 
-def test_a_database_that_cannot_be_written_to_gives_no_requests_away():
+def test_limits_hold_while_the_database_is_read_only():
     async def scenario():
         async with in_memory(Limits(requests_per_minute=4)) as servers:
             servers.table.is_read_only = True
@@ -287,8 +287,8 @@ def test_three_servers_decide_as_one_would(steps):
                 principal, demand = servers.principal(key), Demand((1 + number,), max_tokens=number)
                 if kind == "admit":
                     one, other = await asyncio.gather(
-                        alone.admit(principal, demand, 1000),
-                        servers.limiters[server].admit(principal, demand, 1000),
+                        alone.admit(principal, demand),
+                        servers.limiters[server].admit(principal, demand),
                         return_exceptions=True,
                     )
                     assert str(one) == str(other) or not isinstance(one, Exception), "another reason"
@@ -328,7 +328,7 @@ def test_two_servers_and_a_real_database(database):
         limiters = [Limiter(Usage(), table=CountTable(database)) for _ in range(2)]
         principal, began = principal_with(requests_per_minute=50, token_budget=10**6), time.monotonic()
         answers = await asyncio.gather(
-            *(limiters[i % 2].admit(principal, Demand((10,), max_tokens=5), 1000) for i in range(200)),
+            *(limiters[i % 2].admit(principal, Demand((10,), max_tokens=5)) for i in range(200)),
             return_exceptions=True,
         )
         tickets = [(i, ticket) for i, ticket in enumerate(answers) if not isinstance(ticket, Exception)]
@@ -354,7 +354,7 @@ def test_slots_in_a_real_database(database):
 
         async def request(limiter):
             nonlocal running, most
-            ticket = await limiter.admit(principal, Demand((10,), max_tokens=5), 1000)
+            ticket = await limiter.admit(principal, Demand((10,), max_tokens=5))
             running += 1
             most = max(most, running)
             await asyncio.sleep(0.01)
@@ -383,8 +383,8 @@ def test_a_database_that_hangs_holds_up_one_turn_alone(sqlite, monkeypatch):
         await asyncio.to_thread(held.wait)
         limiter, principal = Limiter(Usage(), table=CountTable(sqlite)), principal_with(requests_per_minute=3)
         for _ in range(3):
-            await limiter.admit(principal, Demand((10,), max_tokens=5), 1000)
-        await refused(limiter.admit(principal, Demand((10,), max_tokens=5), 1000), "requests_per_minute")
+            await limiter.admit(principal, Demand((10,), max_tokens=5))
+        await refused(limiter.admit(principal, Demand((10,), max_tokens=5)), "requests_per_minute")
         free.set()
         await holding
         await limiter.close()

@@ -85,7 +85,7 @@ export class AdapterRow {
     });
   }
 
-  /** Whether it has draft weights, and the acceptance with and without them where both are known. */
+  /** Whether it has draft weights, and the acceptance with and without them if both are known. */
   #showDraft(isAdapter, { draft }, live) {
     const figures = (acceptance) => `${format.percent(acceptance.rate)} · ${format.decimal(acceptance.length)}`;
     const lines = [];

@@ -20,7 +20,7 @@ export function setUpAdapters(live, models) {
   });
 }
 
-/** What the API needs to know an adapter by: its own name, and its tenant's where it has one. */
+/** What the API needs to know an adapter by: its own name, and its tenant's if it has one. */
 function identity(card) {
   if (!card.tenant) return { lora_name: card.id };
   return { lora_name: card.id.slice(card.tenant.length + 1), tenant: card.tenant };

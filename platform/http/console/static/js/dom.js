@@ -16,7 +16,7 @@ export function cell(label, className = "") {
   return made;
 }
 
-/** Sets a text where it has changed: what has not is neither drawn nor read out again. */
+/** Sets a text if it has changed: an unchanged one is neither drawn nor read out again. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

@@ -123,7 +123,7 @@ class Playground {
   }
 }
 
-/** Fields that give the answer a form: an object is its schema, a list has the tools. Null where it is not JSON. */
+/** Fields that give the answer a form: an object is its schema, a list has the tools. Null if it is not JSON. */
 function formOfAnswer() {
   const text = byId("form").value.trim();
   if (text === "") return {};

@@ -1,4 +1,4 @@
-// Tenants with their limits and their usage; hidden where the server has no database of them.
+// Tenants with their limits and their usage; hidden if the server has no database of them.
 
 import { getJson } from "./api.js";
 import { byId, element, setText, show, tell } from "./dom.js";

@@ -3,53 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from .asking import CALL, CHAT, COMPLETIONS, HELLO, TOOL, ask, ids, refused
+
 GENERATE = "/inference/v1/generate"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HELLO = [{"role": "user", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
 OTHER = {"type": "function", "function": {"name": "stop_all"}}
-CALL = 'Wait.<tool_call>\n{"name": "get_weather", "arguments": {"city": "Lisbon"}}\n</tool_call>'
-
-
-@pytest.fixture(autouse=True)
-def long_context(llm):
-    """The script's tokenizer, with a template that writes tools, and longer contexts."""
-    kind = type(llm.tokenizer)
-
-    class ToolTokenizer(kind):
-        chat_template = "fake <tool_call>"
-
-        def apply_chat_template(self, conversation: Any, *, tools: Any = None, **options: Any) -> str:
-            return json.dumps(tools or []) + super().apply_chat_template(conversation, **options)
-
-    llm.tokenizer = llm.input_processor.tokenizer = ToolTokenizer()
-    llm.info = replace(llm.info, max_model_len=1024)
-    llm.input_processor._info = llm.info
-
-
-def ask(http, path: str, **body):
-    response = http.post(path, body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def generate(http, **body):
     return ask(http, GENERATE, **{"token_ids": [5, 6], **body})
-
-
-def refused(http, path: str, **body):
-    response = http.post(path, body)
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
-
-
-def ids(text: str) -> list[int]:
-    return [ord(char) for char in text]
 
 
 # --- generate ---------------------------------------------------------------------------------------------------------
@@ -341,6 +305,11 @@ def response_of(**choice):
     return {"choices": [{"index": 0, "token_ids": [72], "finish_reason": "stop", **choice}]}
 
 
+def with_top(token_id):
+    top = [{"token": f"token_id:{token_id}", "logprob": -1.0}]
+    return response_of(logprobs={"content": [{"token": "token_id:72", "logprob": 0.0, "top_logprobs": top}]})
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -357,6 +326,9 @@ def response_of(**choice):
          "generate_response.choices[0].logprobs"),
         (CHAT, {"generate_response": response_of(logprobs={"content": [{"token": "token_id:7", "logprob": 0.0}]})},
          "generate_response.choices[0].logprobs"),
+        (CHAT, {"generate_response": with_top(256)}, "generate_response.choices[0].logprobs"),
+        (CHAT, {"generate_response": response_of(token_ids=[256]), "model": "sql"}, "generate_response"),
+        (CHAT, {"generate_response": response_of(), "model": "sql", "prompt_token_ids": [256]}, "prompt_token_ids"),
         (COMPLETIONS, {"generate_responses": []}, "generate_responses"),
         (COMPLETIONS, {"generate_responses": [response_of()], "prompt_tokens": [1, 2]}, "prompt_tokens"),
         (COMPLETIONS, {"generate_responses": [response_of()], "completion_request": {"prompt": "a", "echo": True}},
@@ -365,6 +337,7 @@ def response_of(**choice):
     ],
 )  # fmt: skip
 def test_wrong_answers_name_the_field(http, path, body, param):
+    http.load_adapter("sql")
     assert refused(http, f"{path}/derender", **body)["param"] == param
 
 

@@ -3,47 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HELLO = [{"role": "user", "content": "hi"}]
-TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
-CALL = 'Wait.<tool_call>\n{"name": "get_weather", "arguments": {"city": "Lisbon"}}\n</tool_call>'
-
-
-@pytest.fixture(autouse=True)
-def long_context(llm):
-    """The script's tokenizer, with a template that writes tools, and longer contexts."""
-    kind = type(llm.tokenizer)
-
-    class ToolTokenizer(kind):
-        chat_template = "fake <tool_call>"
-
-        def apply_chat_template(self, conversation: Any, *, tools: Any = None, **options: Any) -> str:
-            return json.dumps(tools or []) + super().apply_chat_template(conversation, **options)
-
-    llm.tokenizer = llm.input_processor.tokenizer = ToolTokenizer()
-    llm.info = replace(llm.info, max_model_len=1024)
-    llm.input_processor._info = llm.info
-
-
-def ask(http, path: str, **body):
-    response = http.post(path, body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def refused(http, path: str, **body):
-    response = http.post(path, body)
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
-
-
-def ids(text: str) -> list[int]:
-    return [ord(char) for char in text]
+from .asking import CALL, CHAT, COMPLETIONS, HELLO, TOOL, ask, ids, refused
 
 
 def test_a_chats_token_ids(http):
