@@ -118,7 +118,7 @@ class Models:
         starts = torch.randint(3, VOCAB, (24, 12), generator=generator)
         texts = self.reference().generate(starts, max_new_tokens=24, do_sample=False, pad_token_id=2).tolist()
         samples = [Sample(text, 1) for text in texts]
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         options = TrainOptions(
             method=method,
             model=str(self.target),

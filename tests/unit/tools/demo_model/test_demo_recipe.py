@@ -100,8 +100,8 @@ def test_every_stage_in_small(tmp_path, monkeypatch, repo_root):
         monkeypatch.delitem(config.RANKS, name)
     whiten = _muon._zeropower_via_newtonschulz  # five iterations in bfloat16, which few processors have
     monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", lambda grad, abc, steps, eps: whiten(grad, abc, 1, eps))
-    monkeypatch.setattr(training, "BATCH_TOKENS", 256)
-    monkeypatch.setattr(training, "ROW_LENGTHS", (128, 256))
+    monkeypatch.setattr(training, "BATCH_TOKENS", 512)
+    monkeypatch.setattr(training, "ROW_LENGTHS", (256, 512))
     output, work = tmp_path / "models", tmp_path / "work"
     main = runpy.run_path(str(repo_root / "tools" / "demo_model" / "__main__.py"))["main"]
     main(["--scale", "0.0007", "--output", str(output), "--work", str(work), "--threads", "1"])
