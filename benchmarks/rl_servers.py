@@ -184,7 +184,7 @@ def main() -> int:
             rows.append(measure(engine, python, options, made.stdout.strip()))
             print(json.dumps(rows[-1]), flush=True)
     if options.output_json:
-        write_json(options.output_json, {"machine": describe_machine(), "runs": rows})
+        write_json({"machine": describe_machine(), "runs": rows}, options.output_json)
     return 0
 
 
