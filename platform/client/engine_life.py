@@ -48,8 +48,8 @@ class EngineLife:
             mode: for requests that run or wait now: "abort" ends them with the finish reason "abort" and what they
                 generated, "wait" lets them finish first, by calls of `LLMEngine.step`, and "keep" freezes them as they
                 are until the resume.
-            clear_cache: drop all KV: requests that are kept are computed again at the resume, under the weights of
-                then. Without it they go on with the KV that they have.
+            clear_cache: if weights are replaced before the resume, all KV is dropped, and requests that are kept are
+                computed again under the new ones. Without it they go on with the KV that they have.
             wait_for_inflight_requests: vLLM's older name of the mode "wait".
 
         Raises:

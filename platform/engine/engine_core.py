@@ -175,8 +175,8 @@ class EngineCore:
         self._kv_events.flush()
 
     def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
-        """Pause: see `engine.pause` for the modes. `clear_cache`: drop all KV, and preempt sequences that are kept. In
-        the mode "wait" steps continue until `has_work` is False.
+        """Pause: see `engine.pause` for the modes. `clear_cache`: new weights drop all KV, and preempt sequences that
+        are kept. In the mode "wait" steps continue until `has_work` is False.
 
         Raises:
             InvalidRequestError: there is no such mode.
@@ -190,7 +190,8 @@ class EngineCore:
 
     def update_weights(self, sources: Sequence[WeightSource], *, draft: bool = False) -> bool:
         """Replace weights of the target, or with `draft` of the drafter. Requests do not find cached KV of the old
-        weights any more, target's or drafter's, but sequences that are kept continue with it.
+        weights any more, target's or drafter's. Sequences that a pause keeps continue with it if its `clear_cache` was
+        False.
 
         Returns:
             False if the target keeps some of its weights.
@@ -203,6 +204,8 @@ class EngineCore:
         if not self._pause.is_frozen and (self.scheduler.num_running or self.scheduler.num_waiting):
             raise InvalidUserInputError("requests are running: pause generation before the weights change")
         is_whole = self._weights.update(sources, draft=draft)
+        if self._pause.drops_kv:
+            self.scheduler.drop_kv()
         self.scheduler.forget_kv()
         self._kv_events.flush()
         return is_whole

@@ -30,16 +30,17 @@ class Pause(Gate):
         self.is_on = False
         self.is_frozen = False
         """True while no step may compute."""
+        self.drops_kv = False
+        """True if new weights drop all KV, and preempt kept sequences."""
         self._before: set[str] = set()  # ids of the sequences from before the pause
-        self._drops_kv = False  # once frozen
 
     def admit(self, request: Request) -> str | None:
         """Let only the sequences from before a pause start."""
         return "paused" if self.is_on and request.request_id not in self._before else None
 
     def begin(self, mode: str, scheduler: Scheduler, pipeline: Pipeline, *, drops_kv: bool) -> None:
-        """Pause, or change the mode. `drops_kv`: once frozen, all KV is dropped, and kept sequences are preempted; else
-        they continue with the KV that they have.
+        """Pause, or change the mode. `drops_kv`: see the attribute; without it kept sequences continue with the KV that
+        they have.
 
         Raises:
             InvalidRequestError: there is no such mode.
@@ -51,24 +52,17 @@ class Pause(Gate):
             self._before = {request.request_id for request in (*scheduler.running, *scheduler.waiting)}
         if mode == "abort":
             scheduler.end(self._before)
-        self.is_on, self.is_frozen, self._drops_kv = True, False, drops_kv
-        if mode == "keep":
-            self._freeze(scheduler, pipeline)
-        else:
+        self.is_on, self.is_frozen, self.drops_kv = True, mode == "keep", drops_kv
+        if mode != "keep":
             self.observe(scheduler, pipeline)
 
     def observe(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
         """Note the end of a step: the engine freezes once the sequences from before the pause have ended."""
         if self.is_on and not self.is_frozen and not any(request_id in scheduler for request_id in self._before):
-            self._freeze(scheduler, pipeline)
-
-    def _freeze(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
-        pipeline.settle()
-        self.is_frozen = True
-        if self._drops_kv:
-            scheduler.drop_kv()
+            pipeline.settle()
+            self.is_frozen = True
 
     def end(self) -> None:
         """Resume; does nothing without a pause."""
-        self.is_on = self.is_frozen = self._drops_kv = False
+        self.is_on = self.is_frozen = self.drops_kv = False
         self._before = set()

@@ -61,7 +61,7 @@ def test_modes(llm, mode, clear_cache):
     ends = {"abort": "abort", "wait": "length", "keep": None}
     assert {outputs[name].finish_reason for name in ("a", "b")} == {ends[mode]}
     if mode == "keep":
-        assert llm.stats().num_preemptions - preemptions == 2 * clear_cache
+        assert llm.stats().num_preemptions == preemptions, "the weights are the same"
     else:
         assert llm.reset_prefix_cache()
         assert outputs["queued"].finish_reason == ends[mode]
