@@ -62,9 +62,9 @@ def free_port() -> int:
 
 def command_of(engine: str, python: str, model: str, port: int, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a server."""
-    options = [model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512", *LORA]
+    options = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512", *LORA]
     if engine == "outrider":
-        command = [python, "-m", "outrider.platform.cli.main", "serve", *options, "--lora-root", str(folder)]
+        command = [python, "-m", "outrider.platform.cli.main", "serve", model, *options, "--lora-root", str(folder)]
         return command, {"OMP_NUM_THREADS": "1"}
     variables = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -73,7 +73,8 @@ def command_of(engine: str, python: str, model: str, port: int, folder: Path) ->
         "VLLM_CPU_OMP_THREADS_BIND": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return [python, "-m", "vllm.entrypoints.cli.main", "serve", *options, "--disable-uvicorn-access-log"], variables
+    server = "vllm.entrypoints.openai.api_server"  # the command `vllm` wants a distribution of its own name
+    return [python, "-m", server, "--model", model, *options, "--disable-uvicorn-access-log"], variables
 
 
 @contextmanager
