@@ -31,15 +31,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from script import write_result
 
-from outrider.platform.cli.bench.bench_options import write_json
-from outrider.platform.cli.bench.machine import describe_machine
 from outrider.platform.cli.options.option_types import positive
 
 ROOT = Path(__file__).resolve().parents[1]
 LORA = ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "8"]
 WARM_UP = 3
 """Steps that are left out of the figures: compilation, and queues that fill."""
+CLAIM = "Steps of TRL's AsyncGRPO on SmolLM2-135M by server of its rollouts"
+FIGURES = {
+    "seconds of a step": "step_seconds",
+    "of these waiting for rollouts": "rollout_wait_seconds",
+    "of these synchronising": "sync_seconds",
+    "processor time of the server, ms a token": "server_cpu_ms_per_token",
+    "processor time of the trainer, s a step": "trainer_cpu_seconds_per_step",
+}
+"""Rows of the table, and their figures."""
 START_TIMEOUT = 300.0
 """Seconds for a server to start; vLLM compiles the model."""
 
@@ -164,6 +172,18 @@ def measure(engine: str, python: str, options: argparse.Namespace, model: str) -
     }
 
 
+def table(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the rounds, by server."""
+    names = {"outrider": "Outrider", "vllm": "vLLM's CPU build"}
+    by_server = {name: [row for row in rows if row["server"] == name] for name in names}
+    found = {name: rounds for name, rounds in by_server.items() if rounds}
+    lines = [
+        [label, *(f"{statistics.median(row[figure] for row in rounds):.1f}" for rounds in found.values())]
+        for label, figure in FIGURES.items()
+    ]
+    return {"head": ["", *(names[name] for name in found)], "rows": lines}
+
+
 def main() -> int:
     """Compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -184,8 +204,7 @@ def main() -> int:
         for engine, python in engines.items():
             rows.append(measure(engine, python, options, made.stdout.strip()))
             print(json.dumps(rows[-1]), flush=True)
-    if options.output_json:
-        write_json({"machine": describe_machine(), "runs": rows}, options.output_json)
+    write_result(options.output_json, CLAIM, "training", {"steps": options.steps, "rows": rows, "table": table(rows)})
     return 0
 
 

@@ -353,6 +353,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-real": lambda: written_table("speculation-smollm2", "drafters"),
     "speculation-real-batches": lambda: written_table("speculation-smollm2", "batches"),
     "rollouts": lambda: written_table("rollouts", "rollouts"),
+    "training": lambda: written_table("rollouts", "training"),
     "controller": controller,
     "families": families,
     "fleet": lambda: written_table("fleet", "fleet"),
