@@ -7,19 +7,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ..platform.core.threads import yield_lock as release_gil
 
 _GIL_SECONDS = 0.5e-3
 """Longest time for which a loader thread keeps Python's lock (the GIL) from the thread that steps."""
 _WORK_SECONDS = 0.5e-3
-"""Processor time of the reader process between two checks of the machine's load."""
+"""Processor time of a thread between two checks of the machine's load."""
 _PAUSE_RATIO = 3.0
-"""Length of a pause of the reader process, in multiples of its working time, if processors are scarce."""
+"""Length of a pause, in multiples of the working time before it, if processors are scarce."""
 _MAX_WAIT_SECONDS = 0.05
 """Longest time for which the reader process waits while one long step follows another."""
 _POLL_SECONDS = 1e-3
 """Time between two checks of the flag of long steps."""
+_LOAD = Path("/proc/loadavg")
 _PROMPT_TOKENS = 8
 """Tokens from which a row counts as part of a prompt."""
 
@@ -65,8 +67,9 @@ class GilYielder(threading.local):
             self._since = time.perf_counter()
 
 
-class CpuYielder:
-    """Pauses a process other than the engine's while more threads want to run than there are processors.
+class CpuYielder(threading.local):
+    """Pauses a thread of a process other than the engine's while more threads want to run than there are processors.
+    Each thread has its own time.
 
     The threads of an operation wait for each other, so one without a processor delays all of them. The operating system
     would preempt a thread for a clock tick at a time (4 ms, the step of a small model), whatever the priorities. Many
@@ -79,10 +82,9 @@ class CpuYielder:
         self._wait_left = _MAX_WAIT_SECONDS
         self._since = time.thread_time()
         self._num_processors = len(os.sched_getaffinity(0))
-        self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
 
     def __call__(self) -> None:
-        """Pause when this process has worked for some time and processors are scarce."""
+        """Pause when this thread has worked for some time and processors are scarce."""
         used = time.thread_time() - self._since
         if used < _WORK_SECONDS:
             return
@@ -101,8 +103,11 @@ class CpuYielder:
         self._wait_left = _MAX_WAIT_SECONDS
 
     def _num_runnable(self) -> int:
-        """Number of runnable threads, this one included: 1 of "0.20 0.18 0.12 1/80 11206"."""
-        return int(os.pread(self._load, 100, 0).split(b"/")[0].rsplit(b" ")[-1])
+        """Number of runnable threads, this one included: 1 of "0.20 0.18 0.12 1/80 11206"; 0 if it is unknown."""
+        try:
+            return int(_LOAD.read_text().split("/")[0].rsplit(" ")[-1])
+        except OSError:
+            return 0
 
 
 _yielder: Callable[[], None] = GilYielder()

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions
+from outrider.platform.client.adapters.sources import memory as adapter_memory
 from outrider.platform.client.adapters.sources.memory import (
     MAX_ADAPTERS,
     MAX_CONFIG_BYTES,
@@ -45,6 +46,17 @@ def wait_closed(request: LoRARequest) -> None:
     """Wait until the thread that closes files has done so."""
     while any(os.path.exists(path) for _, path in request.files):
         time.sleep(0.001)
+
+
+def test_a_large_file_is_copied_in_pieces_between_which_steps_run(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(adapter_memory, "_yield_to_steps", lambda: pauses.append(1))
+    weights = os.urandom(2 << 20)
+    with AdapterMemory(4 << 20, 4 << 20).upload() as upload:
+        upload.write(weights)
+        request = upload.finish(CONFIG, hashlib.sha256(weights).hexdigest())
+        assert request.folder.read(WEIGHT_FILES[0], 4 << 20) == weights
+    assert len(pauses) >= 8
 
 
 @pytest.fixture

@@ -44,6 +44,12 @@ class Clock:
         monkeypatch.setattr(step_yield.time, "sleep", self.slept.append)
 
 
+def set_load(monkeypatch, folder, runnable):
+    """Let the machine have this many runnable threads."""
+    (folder / "loadavg").write_text(f"0.20 0.18 12.12 {runnable}/80 11206\n")
+    monkeypatch.setattr(step_yield, "_LOAD", folder / "loadavg")
+
+
 def test_the_lock_is_given_up_now_and_then(monkeypatch):
     clock = Clock(monkeypatch)
     yielder = GilYielder()
@@ -54,10 +60,10 @@ def test_the_lock_is_given_up_now_and_then(monkeypatch):
 
 
 @pytest.mark.parametrize(("runnable", "rests"), [(1, False), (2, False), (3, True), (30, True)])
-def test_the_reader_yields_its_core_when_steps_want_it(monkeypatch, runnable, rests):
+def test_the_reader_yields_its_core_when_steps_want_it(monkeypatch, tmp_path, runnable, rests):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(step_yield.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(step_yield.os, "pread", lambda *_: f"0.20 0.18 12.12 {runnable}/80 11206\n".encode())
+    set_load(monkeypatch, tmp_path, runnable)
     yielder = CpuYielder()
     for _ in range(100):
         clock.now += 0.1e-3
@@ -65,8 +71,10 @@ def test_the_reader_yields_its_core_when_steps_want_it(monkeypatch, runnable, re
     assert sum(clock.slept) == pytest.approx(3 * 10e-3 if rests else 0.0, rel=0.1)
 
 
-def test_runnable_processes_are_counted():
+def test_runnable_processes_are_counted(monkeypatch, tmp_path):
     assert CpuYielder()._num_runnable() >= 1
+    monkeypatch.setattr(step_yield, "_LOAD", tmp_path / "none")
+    assert CpuYielder()._num_runnable() == 0
 
 
 def test_long_steps_are_recognised():
@@ -85,10 +93,10 @@ def test_long_steps_are_recognised():
         assert there.is_set() == long
 
 
-def test_long_steps_are_left_alone_but_not_for_ever(monkeypatch):
+def test_long_steps_are_left_alone_but_not_for_ever(monkeypatch, tmp_path):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(step_yield.os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(step_yield.os, "pread", lambda *_: b"0.20 0.18 12.12 3/80 11206\n")
+    set_load(monkeypatch, tmp_path, 3)
     descriptor = LongStepFlag.create()
     flag = LongStepFlag(descriptor)
     os.close(descriptor)
