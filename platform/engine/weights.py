@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ...lora.manager import AdapterManager
 from ...models.checkpoint.loader import ModelOptions
 from ...models.checkpoint.paths import resolve_model_path
@@ -121,7 +123,7 @@ class Weights:
             with _as_folder(Path(sources[0].locate(largest)), old) as folder:
                 fresh = parts.make_drafter(replace(config, model=str(folder), revision=None))
                 for new, other in zip(fresh.weights, held, strict=True):
-                    _check_shapes(new, other)
+                    check_shapes(new, other)
                 with self._replacing():
                     for new, other in zip(fresh.weights, held, strict=True):
                         copy_weights(new, other)
@@ -132,10 +134,15 @@ class Weights:
         return True
 
 
-def _check_shapes(new: Any, held: Any) -> None:
+def check_shapes(new: Any, held: Any) -> None:
     """Refuse weights of a drafter that has other tensors than the one in use."""
     shapes = {name: slot.shape for name, slot in new.weight_slots().items()}
-    if problems := misfits(held.weight_slots(), shapes):
+    problems = misfits(held.weight_slots(), shapes)
+    # Weights in files of their own, such as mask_embedding.pt; names of what is computed from weights begin with "_".
+    for name, value in vars(held).items():
+        if isinstance(value, Tensor) and not name.startswith("_") and getattr(new, name) is None:
+            problems = problems or f"missing: {name}"
+    if problems:
         raise invalid(PARAM, f"is of another drafter than the one in use; {problems}")
 
 

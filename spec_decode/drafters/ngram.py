@@ -172,7 +172,7 @@ class NgramDrafter(Drafter):
         return [Proposal(self._better(row, self._draft(row)), len(row.tokens)) for row in rows]
 
     def watch(self, rows: Sequence[DraftRow], target: TargetOutput) -> None:
-        """Drop finished requests, and update the histories of the others."""
+        """Drop finished requests. The histories of the others are updated when they draft."""
         self._forget_finished()
 
     def _draft(self, row: DraftRow) -> Drafts:

@@ -197,6 +197,8 @@ class TrainOptions:
             raise wrong("optimizer", f"muon is for the matrices of heads, of which {self.method} trains none")
         if self.unroll_every > 1 and (self.unroll or (1 if self.method == "eagle" else 4)) == 1:
             raise wrong("unroll_every", "has no effect with an --unroll of 1, which is the default of eagle")
+        if "held_out" in given and self.eval_data is not None:
+            raise wrong("held_out", "has no effect with --eval-data, whose samples are all measured on")
         for name in ("temperature", "max_tokens"):
             if name in given and not self.generate:
                 raise wrong(name, "is for --generate")

@@ -11,10 +11,12 @@ from ...platform.core.progress import duration
 class Speed:
     """Speed of a run, and the time that is left."""
 
-    def __init__(self, done: int, steps: int, eval_every: int) -> None:
+    def __init__(self, done: int, steps: int, eval_every: int, cycle: int = 1) -> None:
+        """After `done` of `steps` steps. One in `cycle` steps is longer than the others."""
+        self._cycle = cycle
         self._first, self._done, self._steps, self._loss = done, done, steps, 0.0
         self._eval_every = eval_every
-        self._window: deque[tuple[int, float]] = deque(maxlen=50)
+        self._window: deque[tuple[int, float]] = deque(maxlen=max(50, cycle))
         self._measuring = 0.0
 
     def measured(self, seconds: float) -> None:
@@ -31,6 +33,7 @@ class Speed:
     def describe(self) -> str:
         """A line about the steps done, the speed and the time that is left."""
         window = list(self._window)
+        window = window[len(window) % self._cycle :]
         if not window:
             return f"step {self._done + 1} of {self._steps} is in flight"
         tokens, seconds = (sum(column) for column in zip(*window, strict=True))

@@ -93,7 +93,7 @@ class Trainer:
         options = self._options
         first = self._load() if options.resume else 0
         self._drafter.train()
-        speed = Speed(first, self.steps, options.eval_every)
+        speed = Speed(first, self.steps, options.eval_every, options.unroll_every)
         measured = self._measure(first, None, progress, speed) if first == 0 else None  # there is nothing to save yet
         shown = {"desc": options.method, "unit": "step", "disable": not options.progress}
         with Interrupt() as interrupt, tqdm(total=self.steps, initial=first, **shown) as bar:
@@ -105,7 +105,7 @@ class Trainer:
                 recent = [*recent[-49:], self._step(step, number)]
                 done = step + 1
                 speed.note(done, recent, self._learned.tokens(number), time.monotonic() - began)
-                if done == first + _FIRST_STEPS:
+                if done == first + max(_FIRST_STEPS, options.unroll_every + 1):
                     progress.say(speed.describe())
                 if done % options.eval_every == 0 or done == self.steps:
                     measured = self._measure(done, sum(recent) / len(recent), progress, speed)

@@ -11,7 +11,9 @@ from outrider.kernels.noise import ROUND, Stream, row_keys
 from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.models.attention.torch import TorchAttention
+from outrider.platform.core.errors import InvalidRequestError
 from outrider.platform.core.sampling_params import SamplingParams
+from outrider.platform.engine.weights import check_shapes
 from outrider.spec_decode.drafters.dflash import head as dflash_head
 
 from ....block_heads import BlockHead
@@ -61,6 +63,18 @@ def backend(request, monkeypatch):
     """The attention of this machine, and the reference's."""
     if request.param == "torch":
         monkeypatch.setattr(dflash_head, "make_attention", TorchAttention)
+
+
+def test_weights_without_the_mask_embedding_of_those_in_use_are_refused(target, load_head, tmp_path):
+    """It is in a file of its own: copying would keep the old one."""
+    plain, other = (
+        load_head(BlockHead(target, "dflash", mask_embedding=has).save(tmp_path / str(has)), "dflash").weights[0]
+        for has in (False, True)
+    )
+    check_shapes(other, other)
+    check_shapes(other, plain)
+    with pytest.raises(InvalidRequestError, match="missing: mask_embedding"):
+        check_shapes(plain, other)
 
 
 @pytest.mark.parametrize(("method", "options"), VARIANTS, ids=NAMES)

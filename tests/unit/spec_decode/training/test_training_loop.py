@@ -280,6 +280,7 @@ def test_wrong_values_are_refused(options):
         ({"hidden_size": 7}, "--hidden-size must be even, got 7"),
         ({"unroll_every": 0}, r"--unroll-every must be in \[1,"),
         ({"method": "eagle", "unroll": None, "unroll_every": 2}, "--unroll-every has no effect with an --unroll of 1"),
+        ({"eval_data": "x", "held_out": 3}, "--held-out has no effect with --eval-data"),
         ({"base_name": ""}, "--base-name must not be empty"),
         ({"adapter": "a\0b"}, "--adapter holds a NUL"),
         ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude"),
