@@ -1,4 +1,4 @@
-"""Sender of lines to the server's application in this process, which tries again what is refused for a time."""
+"""Sender of lines to the server's application in this process, which retries what is refused for a time or aborted."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Sender:
             async with self._turn() as acting:
                 _acting.set(acting)
                 response = await self._client.post(request.url, content=request.body, headers=headers)
-            if response.status_code not in (409, 429, 503, 529):
+            if response.status_code not in (409, 429, 503, 529) and not _is_aborted(response):
                 return response
             kind = _error_type(response)
             passing = response.status_code not in (409, 503) or kind in _PASSING
@@ -105,6 +105,29 @@ def _error_type(response: httpx.Response) -> str:
         return str(response.json()["error"]["type"])
     except (ValueError, LookupError, TypeError):
         return ""
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Ended(msgspec.Struct):
+    """Fields of an answer that tell whether it is whole."""
+
+    choices: list[_Choice] = []
+    status: str | None = None
+
+
+_ENDED = msgspec.json.Decoder(_Ended)
+
+
+def _is_aborted(response: httpx.Response) -> bool:
+    """True for an answer that the server cut off, such as when an operator paused it."""
+    try:
+        ended = _ENDED.decode(response.content)
+    except msgspec.MsgspecError:
+        return False
+    return ended.status == "cancelled" or any(choice.finish_reason == "abort" for choice in ended.choices)
 
 
 class _Answer(msgspec.Struct):

@@ -54,6 +54,31 @@ def test_errors_unrelated_to_the_request_are_retried(status, kind, tries):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("aborted", "whole"),
+    [
+        (
+            {"choices": [{"finish_reason": "stop"}, {"finish_reason": "abort"}]},
+            {"choices": [{"finish_reason": "stop"}]},
+        ),
+        ({"status": "cancelled", "output": []}, {"status": "incomplete", "output": []}),
+    ],
+)
+def test_answers_that_were_cut_off_are_made_again(aborted, whole):
+    """Such as by an operator's pause."""
+    answers = [aborted, aborted, whole]
+
+    async def app(scope, receive, send):
+        await JSONResponse(answers.pop(0))(scope, receive, send)
+
+    async def main():
+        async with Sender(app) as sender:
+            assert (await sender.send(LineRequest("a", "/x", b"{}"), "id")).json() == whole
+        assert not answers
+
+    asyncio.run(main())
+
+
 def test_a_number_of_waits_may_be_the_bound():
     async def main():
         app = Refusing(503, "ShuttingDownError", 20)
