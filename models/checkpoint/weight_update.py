@@ -59,8 +59,11 @@ class WeightUpdate:
             raise invalid(
                 PARAM, "cannot be loaded: weights of a model in transformers' code are not replaced while it runs"
             )
-        self._model = model
-        fresh = build_unfilled(model.config, model.device, options, single_copy=model.embedding.single_copy)
+        self._model, self._config = model, model.config
+        if options.ranks is not None:  # the model has the config of its share
+            raw, share = read_model_config(base), model.config
+            self._config = served_config(raw, share.dtype, options, base, batch_invariant=share.batch_invariant)
+        fresh = build_unfilled(self._config, model.device, options, single_copy=model.embedding.single_copy)
         assert isinstance(fresh, Decoder), "the config is the same"
         self._parts = fresh.weight_parts()
         self._slots: dict[str, WeightSlot] = fresh.weight_slots()
@@ -76,7 +79,7 @@ class WeightUpdate:
             load_into(check, name, tensor, PARAM)
 
     def _read(self, source: Path, base: Path, fresh: LanguageModel, options: ModelOptions) -> dict[str, StoredTensor]:
-        has_config, served = source.is_dir() or is_gguf(source), self._model.config
+        has_config, served = source.is_dir() or is_gguf(source), self._config
         raw = read_model_config(source if has_config else base)
         found = served_config(raw, served.dtype, options, source, batch_invariant=served.batch_invariant)
         _check_config(source, found, served)

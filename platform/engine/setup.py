@@ -159,7 +159,7 @@ def _build(
         )
     )
     remake = partial(make_drafter, context=dataclasses.replace(context, graphs=None, progress=False))
-    weights = Weights(WeightParts(config, path, model, drafter, remake, adapters))
+    weights = Weights(WeightParts(config, path, model, drafter, remake, adapters, parallel))
     grammars = Grammars(partial(_load_tokenizer, args, path), model.config.vocab_size)
     gates = [
         pause := Pause(),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from ..core.speculative_config import SpeculativeConfig
 from ..core.weight_source import WeightSource
 from .features import NoAdapters
 
+if TYPE_CHECKING:
+    from .executor.parallel import ParallelExecutor
+
 _HEADER_BYTES = 100 << 20
 """Longest header of a safetensors file, which its library takes."""
 _WIDEST = 8
@@ -43,6 +46,8 @@ class WeightParts(NamedTuple):
     make_drafter: Callable[[SpeculativeConfig], Drafter]
     """Function that makes the drafter of another configuration for this target."""
     adapters: AdapterManager | NoAdapters
+    parallel: ParallelExecutor | None
+    """The other ranks; None: there are none."""
 
 
 class Weights:
@@ -67,8 +72,6 @@ class Weights:
         if not sources:
             raise invalid(PARAM, "or shared_memory must be given")
         config = self._parts.config
-        if config.num_ranks > 1:
-            raise InvalidRequestError("weights are replaced on engines of one rank alone", param=PARAM)
         if config.speculative is not None and config.speculative.learn is not None:
             message = (
                 "weights are not replaced while drafts learn (learn in speculative_config): they learn for the old"
@@ -93,13 +96,18 @@ class Weights:
                 param=PARAM,
             )
         largest = _WIDEST * parts.model.num_parameters + _HEADER_BYTES
-        found = WeightUpdate(
-            parts.model,
-            parts.path,
-            [Path(source.locate(largest)) for source in sources],
-            ModelOptions(parts.config.model_impl, parts.config.quantization),
-        )
-        parts.adapters.check_base_may_change()
+        files = [Path(source.locate(largest)) for source in sources]
+        ranks = None if parts.parallel is None else parts.parallel.ranks
+        options = ModelOptions(parts.config.model_impl, parts.config.quantization, ranks)
+
+        def check() -> WeightUpdate:
+            found = WeightUpdate(parts.model, parts.path, files, options)
+            parts.adapters.check_base_may_change()
+            return found
+
+        if parts.parallel is not None:
+            return parts.parallel.update_weights(files, check).is_whole
+        found = check()
         with self._replacing():
             found.apply()
         return found.is_whole

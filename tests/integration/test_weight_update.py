@@ -18,7 +18,11 @@ from outrider.platform.core.errors import (
     NotFoundError,
 )
 from outrider.platform.core.weight_source import SHARED_MEMORY
+from outrider.platform.engine.executor import rank_process
 from outrider.platform.engine.memory.cache_events import CacheEvents
+
+from ..rank_texts import OPTIONS
+from ..thread_ranks import ranks_as_threads
 
 PROMPTS = ["The capital of France is " * 6, "Once upon a time there was "]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -198,6 +202,43 @@ def test_shared_memory(llm, fresh, new_folder, tmp_path):
         llm.update_weights(shared_memory=name)
     llm.update_weights(demo_model_path())
     assert texts(llm) == before
+
+
+def test_ranks_replace_their_shares(new_folder, new_draft):
+    """With processes of two ranks: the text is that of one process which was started on the new files."""
+    options = OPTIONS | {"speculative_config": FIXED}
+    with LLM(str(new_folder), **options) as fresh:
+        expected = texts(fresh)
+    with LLM(str(demo_model_path()), tensor_parallel_size=2, **options) as llm:
+        before = texts(llm)
+        llm.update_weights(new_folder)
+        llm.update_weights(new_draft, draft=True)
+        assert texts(llm) == expected != before
+        with pytest.raises(NotFoundError, match="adapter"):
+            llm.update_weights(demo_adapters()["sql"])
+        assert texts(llm) == expected
+        llm.update_weights(demo_model_path())
+        assert texts(llm) == before
+
+
+def test_weights_that_one_rank_refuses_are_those_of_no_rank(new_folder, monkeypatch, caplog):
+    """Such as files that only the first one's machine has."""
+
+    def refused(*_):
+        raise InvalidRequestError("path is not there")
+
+    ranks_as_threads(monkeypatch)
+    with LLM(str(demo_model_path()), tensor_parallel_size=2, **OPTIONS) as llm:
+        before = texts(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(rank_process, "WeightUpdate", refused)
+            with pytest.raises(InvalidRequestError, match="cannot be read by another rank") as caught:
+                llm.update_weights(new_folder)
+            assert caught.value.param == "path"
+            assert "rank 1 does not accept new weights: path is not there" in caplog.text
+        assert texts(llm) == before
+        llm.update_weights(new_folder)
+        assert texts(llm) != before
 
 
 def test_refused_weights_leave_the_old_ones(llm, new_folder, tmp_path):

@@ -9,8 +9,9 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from ....models.model import DecoderOutput, LanguageModel
 from ....models.states.memory import LayerStates, release_states
 from ...core.batch import Move
 from ...core.config import EngineConfig
-from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info
+from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError, error_from_info, invalid
 from ...core.wire import receive, send
 from .base import Handles
 from .captured import TargetPasses
@@ -31,6 +32,7 @@ from .launch import Launch, ProcessLaunch
 from .messages import Message, RankSpec, encode_packed, encode_rows, send_message
 
 if TYPE_CHECKING:
+    from ....models.checkpoint.weight_update import WeightUpdate
     from .collectives import ProcessRanks
 
 _START_SECONDS = 300.0
@@ -259,6 +261,31 @@ class ParallelExecutor:
         """See `Executor`."""
         release_states(self._states)
         self._announce(Message("release"))
+
+    def update_weights(self, sources: Sequence[Path], check: Callable[[], WeightUpdate]) -> WeightUpdate:
+        """Replace the weights of all ranks by those of `sources`, if all of them accept these. When this returns, no
+        rank reads the files any more.
+
+        Args:
+            check: Returns the update of this rank's share.
+
+        Raises:
+            OutriderError: of `check`. InvalidRequestError: another rank refused. Nothing has changed.
+            EngineDeadError: a rank failed in the middle.
+        """
+        found: WeightUpdate | None = None
+        refusal: OutriderError = invalid("path", "cannot be read by another rank, whose log has the reason")
+        with self._together(Message("update", [str(source.absolute()) for source in sources])):
+            try:
+                found = check()
+            except OutriderError as error:
+                refusal = error
+            if self._ranks.agree(found is not None):
+                assert found is not None
+                found.apply()
+                self._ranks.agree(True)
+                return found
+        raise refusal
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,6 +26,7 @@ from ....lora.device.pool import Allocation, RowPool
 from ....lora.device.sites import AdapterSites
 from ....models.batch import AdapterPreparer, LayerKV, allocate_kv
 from ....models.checkpoint.loader import ModelOptions, load_model
+from ....models.checkpoint.weight_update import WeightUpdate
 from ....models.model import LanguageModel
 from ....models.pass_graphs import PassGraphs
 from ....models.pass_grid import PassLimits
@@ -89,9 +91,11 @@ class AdapterRows:
 class Rank:
     """Executes the messages of rank 0."""
 
-    def __init__(self, model: LanguageModel, ranks: ProcessRanks) -> None:
+    def __init__(self, model: LanguageModel, ranks: ProcessRanks, path: Path, options: ModelOptions) -> None:
+        """`path`: of the checkpoint. `options`: those that the model was loaded with."""
         self._model = model
         self._ranks = ranks
+        self._path, self._options = path, options
         self._kv: list[LayerKV] = []
         self._states: list[LayerStates] = []
         self._host: HostStore | None = None
@@ -134,6 +138,8 @@ class Rank:
             self._host.run([Move(*move) for move in arguments])
         elif verb == "allocate":
             self._allocate(*arguments)
+        elif verb == "update":
+            self._update([Path(path) for path in arguments])
         else:
             assert verb == "release", verb
             for part in (part for layer in self._kv for part in layer):
@@ -141,6 +147,18 @@ class Rank:
             release_states(self._states)
             if self._host is not None:
                 self._host.release_memory()
+
+    def _update(self, sources: list[Path]) -> None:
+        """Replace this rank's share of the weights, if all ranks accept the new ones."""
+        found = None
+        try:
+            found = WeightUpdate(self._model, self._path, sources, self._options)
+        except OutriderError as error:
+            logger.error("rank %d does not accept new weights: %s", self._ranks.rank, error.message)
+        if self._ranks.agree(found is not None):
+            assert found is not None
+            found.apply()
+            self._ranks.agree(True)
 
     @property
     def _local(self) -> LocalExecutor:
@@ -201,21 +219,15 @@ def run(link: socket.socket) -> None:
         store = open_store(spec.store, spec.size)
         ranks = ProcessRanks(store, spec.rank, spec.size, spec.device, spec.address, lambda: send(link, {}))
         send(link, {})
-        model = load_model(
-            spec.path,
-            spec.dtype,
-            spec.device,
-            spec.load_format,
-            seed=spec.seed,
-            options=ModelOptions("native", spec.quantization, ranks),
-        )
+        options = ModelOptions("native", spec.quantization, ranks)
+        model = load_model(spec.path, spec.dtype, spec.device, spec.load_format, seed=spec.seed, options=options)
     except Exception as error:
         info = error.info() if isinstance(error, OutriderError) else None
         send(link, {"error": [info.type, info.message, info.param] if info else ["", repr(error), None]})
         return
     if spec.device == "cpu":
         use_pool(all(linear.is_elsewhere or linear.packed.fuses_adapters for linear in model.linears()))
-    rank = Rank(model, ranks)
+    rank = Rank(model, ranks, Path(spec.path), options)
     send(link, {"weight_bytes": weight_bytes(model, model.config.dtype)})
     while True:
         rank.handle(receive_message(link))
