@@ -15,6 +15,8 @@ _GIL_SECONDS = 0.5e-3
 """Longest time for which a loader thread keeps Python's lock (the GIL) from the thread that steps."""
 _WORK_SECONDS = 0.5e-3
 """Processor time of a thread between two checks of the machine's load."""
+_MOST_SECONDS = 10e-3
+"""Longest working time that counts between two calls: a thread of a pool may have done other work since the last."""
 _PAUSE_RATIO = 3.0
 """Length of a pause, in multiples of the working time before it, if processors are scarce."""
 _MAX_WAIT_SECONDS = 0.05
@@ -85,7 +87,7 @@ class CpuYielder(threading.local):
 
     def __call__(self) -> None:
         """Pause when this thread has worked for some time and processors are scarce."""
-        used = time.thread_time() - self._since
+        used = min(time.thread_time() - self._since, _MOST_SECONDS)
         if used < _WORK_SECONDS:
             return
         if self._num_runnable() > self._num_processors:

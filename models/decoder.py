@@ -71,6 +71,8 @@ class Decoder:
             InvalidRequestError: the config is `batch_invariant`, and the device has no such kernel for something in it.
         """
         self.config = config
+        self.whole_config = config
+        """Config of the whole model, of which this may be a rank's share."""
         self.device = torch.device(device)
         check_batch_invariance(config, self.device)
         self.attention, by_layer = make_layer_attention(config, self.device)

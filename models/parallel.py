@@ -278,6 +278,7 @@ def divided_decoder(config: DecoderConfig, ranks: Ranks, device: torch.device | 
         InvalidRequestError: see `rank_config`.
     """
     model = Decoder(rank_config(config, ranks.size), device)
+    model.whole_config = config
     for index, layer in enumerate(model.layers):
         _divide(layer, config.of_layer(index), ranks)
     model.embedding.part = VocabularyPart(ranks, config.vocab_size)

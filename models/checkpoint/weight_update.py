@@ -28,7 +28,7 @@ from ..model import LanguageModel, ModelConfig
 from ..weight_copy import copy_weights
 from .gguf_file import is_gguf
 from .json_files import read_model_config
-from .loader import ModelOptions, build_unfilled, names_of, served_config, stored_tensors
+from .loader import ModelOptions, build_unfilled, names_of, served_config, stored_tensors, use_renamed
 from .weight_files import StoredTensor, load_into
 
 PARAM = "path"
@@ -59,10 +59,7 @@ class WeightUpdate:
             raise invalid(
                 PARAM, "cannot be loaded: weights of a model in transformers' code are not replaced while it runs"
             )
-        self._model, self._config = model, model.config
-        if options.ranks is not None:  # the model has the config of its share
-            raw, share = read_model_config(base), model.config
-            self._config = served_config(raw, share.dtype, options, base, batch_invariant=share.batch_invariant)
+        self._model, self._config, self._is_share = model, model.whole_config, options.ranks is not None
         fresh = build_unfilled(self._config, model.device, options, single_copy=model.embedding.single_copy)
         assert isinstance(fresh, Decoder), "the config is the same"
         self._parts = fresh.weight_parts()
@@ -99,7 +96,17 @@ class WeightUpdate:
         for part, other in zip(parts, in_use, strict=True):
             if part is not None:
                 copy_weights(part, other)
+        if self._is_share:
+            self._remember()
         self._model.weights_changed()
+
+    def _remember(self) -> None:
+        """Let the model read the new files when an adapter needs whole weights, of which it has shares."""
+        slots = self._model.weight_slots()
+        use_renamed(slots, dict(self._tensors), self._model.renamed_slots())
+        for name, tensor in self._tensors.items():
+            if name in slots and (remember := slots[name].remember) is not None:
+                remember(tensor.read)
 
 
 @contextmanager

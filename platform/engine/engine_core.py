@@ -199,6 +199,7 @@ class EngineCore:
         Raises:
             InvalidRequestError, NotFoundError: see `Weights.update`; nothing has changed.
             InvalidUserInputError: sequences run: the engine must be paused; or see `Weights.update`.
+            EngineDeadError: a replacement failed in the middle.
         """
         self._pipeline.settle()
         if not self._pause.is_frozen and (self.scheduler.num_running or self.scheduler.num_waiting):

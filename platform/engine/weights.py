@@ -20,6 +20,7 @@ from ...models.config import DecoderConfig
 from ...models.model import LanguageModel
 from ...models.weight_copy import copy_weights
 from ...spec_decode.drafters.base import Drafter
+from ...spec_decode.drafters.dflash.config import MASK_EMBEDDING
 from ..core.config import EngineConfig
 from ..core.errors import EngineDeadError, InvalidRequestError, OutriderError, error_from_info, invalid
 from ..core.speculative_config import SpeculativeConfig
@@ -143,7 +144,11 @@ class Weights:
 
 
 def check_shapes(new: Any, held: Any) -> None:
-    """Refuse weights of a drafter that has other tensors than the one in use."""
+    """Check that the weights of a new drafter have the tensors of those in use.
+
+    Raises:
+        InvalidRequestError: a tensor is missing, unexpected or of another shape.
+    """
     shapes = {name: slot.shape for name, slot in new.weight_slots().items()}
     problems = misfits(held.weight_slots(), shapes)
     # Weights in files of their own, such as mask_embedding.pt; names of what is computed from weights begin with "_".
@@ -163,7 +168,8 @@ def _as_folder(source: Path, old: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="outrider-weights-") as name:
         folder = Path(name)
         for file in old.iterdir():
-            if file.suffix not in (".safetensors", ".bin", ".pt", ".pth") and not file.name.endswith(".index.json"):
+            is_weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
+            if not is_weights or file.name == MASK_EMBEDDING:
                 (folder / file.name).symlink_to(file.resolve())
         (folder / "model.safetensors").symlink_to(source.resolve())
         yield folder

@@ -33,13 +33,15 @@ class Speed:
     def describe(self) -> str:
         """A line about the steps done, the speed and the time that is left."""
         window = list(self._window)
-        window = window[len(window) % self._cycle :]
         if not window:
             return f"step {self._done + 1} of {self._steps} is in flight"
-        tokens, seconds = (sum(column) for column in zip(*window, strict=True))
+        whole = window[len(window) % self._cycle :]  # of whole cycles
+        tokens, seconds = (sum(column) for column in zip(*(whole or window), strict=True))
+        number = len(whole or window)
         measurements = -(-self._steps // self._eval_every) - self._done // self._eval_every
-        left = (self._steps - self._done) * seconds / len(window) + measurements * self._measuring
-        return (
-            f"step {self._done} of {self._steps}: loss {self._loss:.4f}, {seconds / len(window):.2g} s a step, "
-            f"{tokens / seconds:,.0f} tokens/s, about {duration(left)} left"
+        left = (self._steps - self._done) * seconds / number + measurements * self._measuring
+        line = (
+            f"step {self._done} of {self._steps}: loss {self._loss:.4f}, {seconds / number:.2g} s a step, "
+            f"{tokens / seconds:,.0f} tokens/s"
         )
+        return f"{line}, about {duration(left)} left" if whole else line

@@ -105,7 +105,7 @@ class Trainer:
                 recent = [*recent[-49:], self._step(step, number)]
                 done = step + 1
                 speed.note(done, recent, self._learned.tokens(number), time.monotonic() - began)
-                if done == first + max(_FIRST_STEPS, options.unroll_every + 1):
+                if done == min(first + max(_FIRST_STEPS, options.unroll_every + 1), self.steps):
                     progress.say(speed.describe())
                 if done % options.eval_every == 0 or done == self.steps:
                     measured = self._measure(done, sum(recent) / len(recent), progress, speed)

@@ -52,6 +52,21 @@ def new_draft(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def dora(tmp_path_factory):
+    """An adapter with magnitudes, from which and the base's weights gains are computed."""
+    folder = shutil.copytree(
+        demo_adapters()["sql"], tmp_path_factory.mktemp("adapters") / "dora", ignore=shutil.ignore_patterns("draft")
+    )
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name in [name for name in tensors if name.endswith("lora_B.weight")]:
+        tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.ones(len(tensors[name]))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
 def fresh(new_folder, new_draft):
     """An engine that was started on the new weights."""
     with LLM(str(new_folder), enable_lora=True, speculative_config=FIXED | {"model": str(new_draft)}) as llm:
@@ -204,11 +219,12 @@ def test_shared_memory(llm, fresh, new_folder, tmp_path):
     assert texts(llm) == before
 
 
-def test_ranks_replace_their_shares(new_folder, new_draft):
+def test_ranks_replace_their_shares(new_folder, new_draft, dora):
     """With processes of two ranks: the text is that of one process which was started on the new files."""
-    options = OPTIONS | {"speculative_config": FIXED}
+    options, adapter = OPTIONS | {"speculative_config": FIXED}, LoRARequest("dora", 2, str(dora))
     with LLM(str(new_folder), **options) as fresh:
         expected = texts(fresh)
+        with_gains = fresh.generate(PROMPTS[0], PARAMS, adapter, use_tqdm=False)[0].outputs[0].text
     with LLM(str(demo_model_path()), tensor_parallel_size=2, **options) as llm:
         before = texts(llm)
         llm.update_weights(new_folder)
@@ -217,6 +233,8 @@ def test_ranks_replace_their_shares(new_folder, new_draft):
         with pytest.raises(NotFoundError, match="adapter"):
             llm.update_weights(demo_adapters()["sql"])
         assert texts(llm) == expected
+        assert llm.generate(PROMPTS[0], PARAMS, adapter, use_tqdm=False)[0].outputs[0].text == with_gains
+        llm.unload_lora("dora")
         llm.update_weights(demo_model_path())
         assert texts(llm) == before
 
@@ -232,10 +250,10 @@ def test_weights_that_one_rank_refuses_are_those_of_no_rank(new_folder, monkeypa
         before = texts(llm)
         with monkeypatch.context() as patch:
             patch.setattr(rank_process, "WeightUpdate", refused)
-            with pytest.raises(InvalidRequestError, match="cannot be read by another rank") as caught:
+            with pytest.raises(InvalidRequestError, match="is refused by another rank") as caught:
                 llm.update_weights(new_folder)
             assert caught.value.param == "path"
-            assert "rank 1 does not accept new weights: path is not there" in caplog.text
+            assert "rank 1 refuses new weights: path is not there" in caplog.text
         assert texts(llm) == before
         llm.update_weights(new_folder)
         assert texts(llm) != before
@@ -257,15 +275,8 @@ def test_refused_weights_leave_the_old_ones(llm, new_folder, tmp_path):
     assert texts(llm) == before
 
 
-def test_an_adapter_with_magnitudes_must_be_loaded_again(llm, new_folder, tmp_path):
-    folder = shutil.copytree(demo_adapters()["sql"], tmp_path / "dora", ignore=shutil.ignore_patterns("draft"))
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for name in [name for name in tensors if name.endswith("lora_B.weight")]:
-        tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.ones(len(tensors[name]))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    llm.load_lora_adapter(LoRARequest("dora", path=str(folder)))
+def test_an_adapter_with_magnitudes_must_be_loaded_again(llm, new_folder, dora):
+    llm.load_lora_adapter(LoRARequest("dora", path=str(dora)))
     with pytest.raises(InvalidUserInputError, match="the adapter dora has magnitudes"):
         llm.update_weights(new_folder)
     llm.unload_lora("dora")

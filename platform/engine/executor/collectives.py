@@ -86,9 +86,13 @@ class ProcessRanks:
         _finish(self._group.broadcast([x], self._copy_options))
         return x
 
-    def agree(self, yes: bool) -> bool:
-        """True when all ranks say yes; waits for them."""
-        return int(self.sum(torch.tensor([float(yes)], device=self._device))) == self.size
+    def agree(self, yes: bool, timeout: timedelta = _TIMEOUT) -> bool:
+        """True when all ranks say yes; waits for them, on a CPU up to `timeout`."""
+        options = type(self._sum_options)()
+        options.asyncOp, options.timeout = False, timeout
+        votes = torch.tensor([float(yes)], device=self._device)
+        _finish(self._group.allreduce([votes], options))
+        return int(votes) == self.size
 
     def abort(self) -> None:
         """End waits of this process's device for a rank that is gone: NCCL's kernels would wait forever, in a replayed

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,8 @@ from ...core.config import EngineConfig
 from ...core.errors import invalid
 from ...core.threads import usable_cores
 
+LOAD_TIMEOUT = timedelta(hours=1)
+"""Longest time until a rank's weights are loaded."""
 THIS_MACHINE = "127.0.0.1"
 """Address of a rank if all ranks are on one machine: it is not reachable from the network."""
 

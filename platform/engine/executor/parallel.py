@@ -24,11 +24,11 @@ from ....models.model import DecoderOutput, LanguageModel
 from ....models.states.memory import LayerStates, release_states
 from ...core.batch import Move
 from ...core.config import EngineConfig
-from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError, error_from_info, invalid
+from ...core.errors import EngineDeadError, ErrorInfo, InvalidRequestError, error_from_info, invalid
 from ...core.wire import receive, send
 from .base import Handles
 from .captured import TargetPasses
-from .launch import Launch, ProcessLaunch
+from .launch import LOAD_TIMEOUT, Launch, ProcessLaunch
 from .messages import Message, RankSpec, encode_packed, encode_rows, send_message
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ _START_SECONDS = 300.0
 """Longest time until a rank has imported what it needs."""
 _JOIN_SECONDS = 180.0
 """Longest time until all started ranks have found each other; on GPUs they load NCCL, too."""
-_LOAD_SECONDS = 3600.0
-"""Longest time until a rank's weights are loaded."""
 _GLANCE_SECONDS = 0.2
 """Interval between two checks whether this process has joined the group."""
 
@@ -184,7 +182,9 @@ class ParallelExecutor:
         """
         self._model, self._kv, self._states, self._passes = model, kv, states, passes
         self._prepare, self._prepare_head = preparers
-        self.weight_bytes = sum(said["weight_bytes"] for said in self._await("load its weights", _LOAD_SECONDS))
+        self.weight_bytes = sum(
+            said["weight_bytes"] for said in self._await("load its weights", LOAD_TIMEOUT.total_seconds())
+        )
         """Bytes of the other ranks' weights."""
         cache, lora = config.cache, None
         if config.lora is not None:
@@ -263,27 +263,27 @@ class ParallelExecutor:
         self._announce(Message("release"))
 
     def update_weights(self, sources: Sequence[Path], check: Callable[[], WeightUpdate]) -> WeightUpdate:
-        """Replace the weights of all ranks by those of `sources`, if all of them accept these. When this returns, no
-        rank reads the files any more.
+        """Replace all ranks' weights by those in `sources`, if every rank accepts them. All have replaced theirs when
+        this returns.
 
         Args:
             check: Returns the update of this rank's share.
 
         Raises:
-            OutriderError: of `check`. InvalidRequestError: another rank refused. Nothing has changed.
+            Exception: `check` raised it, or another rank refused (InvalidRequestError). Nothing has changed.
             EngineDeadError: a rank failed in the middle.
         """
         found: WeightUpdate | None = None
-        refusal: OutriderError = invalid("path", "cannot be read by another rank, whose log has the reason")
-        with self._together(Message("update", [str(source.absolute()) for source in sources])):
+        refusal: Exception = invalid("path", "is refused by another rank, whose log has the reason")
+        with self._together(Message("update", [str(source.resolve()) for source in sources])):
             try:
                 found = check()
-            except OutriderError as error:
+            except Exception as error:
                 refusal = error
-            if self._ranks.agree(found is not None):
+            if self._ranks.agree(found is not None, LOAD_TIMEOUT):
                 assert found is not None
                 found.apply()
-                self._ranks.agree(True)
+                self._ranks.agree(True, LOAD_TIMEOUT)
                 return found
         raise refusal
 

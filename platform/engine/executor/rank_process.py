@@ -40,6 +40,7 @@ from ..memory.host_store import HostStore
 from .base import LocalExecutor
 from .captured import AgreedGraphs, TargetPasses
 from .collectives import ProcessRanks, open_store
+from .launch import LOAD_TIMEOUT
 from .messages import Message, RankSpec, decode_packed, decode_rows, receive_message
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Rank:
     """Executes the messages of rank 0."""
 
     def __init__(self, model: LanguageModel, ranks: ProcessRanks, path: Path, options: ModelOptions) -> None:
-        """`path`: of the checkpoint. `options`: those that the model was loaded with."""
+        """Execute messages for a rank's share of the checkpoint at `path`, which was loaded with `options`."""
         self._model = model
         self._ranks = ranks
         self._path, self._options = path, options
@@ -149,16 +150,17 @@ class Rank:
                 self._host.release_memory()
 
     def _update(self, sources: list[Path]) -> None:
-        """Replace this rank's share of the weights, if all ranks accept the new ones."""
+        """Replace this rank's share of the weights, if all ranks accept the new ones; see `ParallelExecutor`. Refused
+        weights are logged."""
         found = None
         try:
             found = WeightUpdate(self._model, self._path, sources, self._options)
-        except OutriderError as error:
-            logger.error("rank %d does not accept new weights: %s", self._ranks.rank, error.message)
-        if self._ranks.agree(found is not None):
+        except Exception as error:
+            logger.warning("rank %d refuses new weights: %s", self._ranks.rank, error)
+        if self._ranks.agree(found is not None, LOAD_TIMEOUT):
             assert found is not None
             found.apply()
-            self._ranks.agree(True)
+            self._ranks.agree(True, LOAD_TIMEOUT)  # rank 0 answers when all have replaced theirs
 
     @property
     def _local(self) -> LocalExecutor:

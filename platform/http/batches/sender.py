@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_TRIES = 8
-"""Tries of a line whose request may itself be what fails, such as one whose adapter's store is away; and of one whose
-adapter was replaced (409)."""
+"""Tries of a line whose request may itself be what fails, such as one whose adapter's store is away; of one whose
+adapter was replaced (409), and of one that is aborted each time."""
 MAX_DEATHS = 3
 """Tries of a line during which the engine died: it may be what kills it, for everybody."""
 MAX_WAIT = 60.0
@@ -83,10 +83,11 @@ class Sender:
             async with self._turn() as acting:
                 _acting.set(acting)
                 response = await self._client.post(request.url, content=request.body, headers=headers)
-            if response.status_code not in (409, 429, 503, 529) and not _is_aborted(response):
+            is_aborted = _is_aborted(response)
+            if response.status_code not in (409, 429, 503, 529) and not is_aborted:
                 return response
             kind = _error_type(response)
-            passing = response.status_code not in (409, 503) or kind in _PASSING
+            passing = not is_aborted and (response.status_code not in (409, 503) or kind in _PASSING)
             waits += passing
             tries += not passing
             deaths += kind == "EngineDeadError"
@@ -112,7 +113,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Ended(msgspec.Struct):
-    """Fields of an answer that tell whether it is whole."""
+    """Fields of an answer that show whether it was aborted."""
 
     choices: list[_Choice] = []
     status: str | None = None

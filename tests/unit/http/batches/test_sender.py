@@ -64,8 +64,9 @@ def test_errors_unrelated_to_the_request_are_retried(status, kind, tries):
         ({"status": "cancelled", "output": []}, {"status": "incomplete", "output": []}),
     ],
 )
-def test_answers_that_were_cut_off_are_made_again(aborted, whole):
-    """Such as by an operator's pause."""
+def test_aborted_lines_are_retried(aborted, whole, monkeypatch):
+    """An operator's pause aborts them."""
+    monkeypatch.setattr(module, "MAX_WAIT", 0.0)
     answers = [aborted, aborted, whole]
 
     async def app(scope, receive, send):
@@ -75,6 +76,22 @@ def test_answers_that_were_cut_off_are_made_again(aborted, whole):
         async with Sender(app) as sender:
             assert (await sender.send(LineRequest("a", "/x", b"{}"), "id")).json() == whole
         assert not answers
+
+    asyncio.run(main())
+
+
+def test_a_line_that_is_aborted_each_time_is_given_up(monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAIT", 0.0)
+    calls = []
+
+    async def app(scope, receive, send):
+        calls.append(scope["path"])
+        await JSONResponse({"choices": [{"finish_reason": "abort"}]})(scope, receive, send)
+
+    async def main():
+        async with Sender(app) as sender:
+            assert (await sender.send(LineRequest("a", "/x", b"{}"), "id")).status_code == 200
+        assert len(calls) == MAX_TRIES
 
     asyncio.run(main())
 
