@@ -219,8 +219,13 @@ def test_shared_memory(llm, fresh, new_folder, tmp_path):
     assert texts(llm) == before
 
 
-def test_ranks_replace_their_shares(new_folder, new_draft, dora):
-    """With processes of two ranks: the text is that of one process which was started on the new files."""
+def test_ranks_replace_their_shares(new_draft, dora, tmp_path):
+    """With processes of two ranks: the text is that of one process which was started on the new files. These have other
+    norms, to which an adapter's gains are inverse."""
+    new_folder = noisy(demo_model_path(), tmp_path / "new")
+    tensors = load_file(new_folder / "model.safetensors")
+    scaled = {name: tensor * 1.25 for name, tensor in tensors.items() if "_proj" in name}
+    save_file(tensors | scaled, new_folder / "model.safetensors", {"format": "pt"})
     options, adapter = OPTIONS | {"speculative_config": FIXED}, LoRARequest("dora", 2, str(dora))
     with LLM(str(new_folder), **options) as fresh:
         expected = texts(fresh)
