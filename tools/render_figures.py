@@ -119,6 +119,24 @@ def quantised_peers() -> list[str]:
     return table(["Outrider", "494M: 1 request", "8", "SmolLM2-135M: 1", "8"], rows)
 
 
+def eagle3_peers() -> list[str]:
+    """Output tokens/s with one EAGLE-3 head, without drafts and with them, in three engines."""
+    found = {(m["engine"], m["mode"], m["requests"]): m for m in runs("peers")["SmolLM2, EAGLE-3"]["medians"]}
+    llama = {row["drafts"]: row for row in runs("speculation-smollm2")["llama.cpp"]["rows"]}
+    kinds = {"Outrider, 4 drafts": "outrider", "Outrider, adaptive": "outrider-adaptive", "vLLM, 4 drafts": "vllm"}
+    rows = []
+    for label, engine in kinds.items():
+        base = engine.removesuffix("-adaptive")
+        keys = [key for n in (1, 8) for key in ((base, "chat", n), (engine, "eagle3", n))]
+        rows.append([label, *(f"{found[key]['tokens_per_second']:.0f}" for key in keys)])
+    for drafts in (2, 4):
+        speeds = [f"{llama[n]['tokens_per_second']:.0f}" for n in (0, drafts)]
+        rows.append([f"llama.cpp, {drafts} drafts", *speeds, "", ""])
+    head = ["", "1 request, off", "with drafts", "8 requests, off", "with drafts"]
+    lines = source("peers", keep=lambda run: run["run"] == "SmolLM2, EAGLE-3")
+    return [*table(head, rows), "", *lines]
+
+
 # --- Adapters, products, prompts ----------------------------------------------------------------------------
 
 
@@ -342,6 +360,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "summary": summary,
     "peers": peers,
     "quantised-peers": quantised_peers,
+    "eagle3-peers": eagle3_peers,
     "lora": lora,
     "products": products,
     "long-prompts": long_prompts,
@@ -351,6 +370,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "speculation-batches": lambda: by_batch_size(is_demo=False),
     "speculation-demo": lambda: by_batch_size(is_demo=True),
     "speculation-real": lambda: written_table("speculation-smollm2", "drafters"),
+    "speculation-own-prompts": lambda: written_table("speculation-smollm2", "own prompts"),
     "speculation-real-batches": lambda: written_table("speculation-smollm2", "batches"),
     "rollouts": lambda: written_table("rollouts", "rollouts"),
     "training": lambda: written_table("rollouts", "training"),
