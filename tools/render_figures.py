@@ -119,24 +119,6 @@ def quantised_peers() -> list[str]:
     return table(["Outrider", "494M: 1 request", "8", "SmolLM2-135M: 1", "8"], rows)
 
 
-def eagle3_peers() -> list[str]:
-    """Output tokens/s with one EAGLE-3 head, without drafts and with them, in three engines."""
-    found = {(m["engine"], m["mode"], m["requests"]): m for m in runs("peers")["SmolLM2, EAGLE-3"]["medians"]}
-    llama = {row["drafts"]: row for row in runs("speculation-smollm2")["llama.cpp"]["rows"]}
-    kinds = {"Outrider, 4 drafts": "outrider", "Outrider, adaptive": "outrider-adaptive", "vLLM, 4 drafts": "vllm"}
-    rows = []
-    for label, engine in kinds.items():
-        base = engine.removesuffix("-adaptive")
-        keys = [key for n in (1, 8) for key in ((base, "chat", n), (engine, "eagle3", n))]
-        rows.append([label, *(f"{found[key]['tokens_per_second']:.0f}" for key in keys)])
-    for drafts in (2, 4):
-        speeds = [f"{llama[n]['tokens_per_second']:.0f}" for n in (0, drafts)]
-        rows.append([f"llama.cpp, {drafts} drafts", *speeds, "", ""])
-    head = ["", "1 request, off", "with drafts", "8 requests, off", "with drafts"]
-    lines = source("peers", keep=lambda run: run["run"] == "SmolLM2, EAGLE-3")
-    return [*table(head, rows), "", *lines]
-
-
 # --- Adapters, products, prompts ----------------------------------------------------------------------------
 
 
@@ -241,10 +223,8 @@ def speculation_adapters() -> list[str]:
 
     kinds = {"base": {"base": "base model"}}
     for task in ("json", "sql", "support"):
-        kinds[task] = {
-            f"`{task}`, with draft weights": "with draft weights",
-            f"`{task}`, without": "without draft weights",
-        }
+        labels = f"`{task}`, with draft weights", f"`{task}`, without"
+        kinds[task] = dict(zip(labels, ("with draft weights", "without draft weights"), strict=True))
     rows = [
         [label, *(cell(name, task, kind, mode) for name in runs("speculation-adapters") for mode in list(MODES)[1:])]
         for task, labels in kinds.items()
@@ -346,12 +326,11 @@ def summary() -> list[str]:
         for label, peer in {"transformers + PEFT": "transformers", "OpenVINO GenAI": "openvino"}.items()
     ]
     rows.append(["494M, 8 adapters, over the base model alone", *(number(lora_ratio("494M", n)) for n in SIZES)])
-    for task in ("json", "support"):
-        for kind in ("with draft weights", "without draft weights"):
-            row = adapter_row("4 drafts", task, kind, "eagle3")
-            assert row is not None
-            label = f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation"
-            rows.append([label, number(row["speedup"]), "", ""])
+    for task, kind in [(t, f"{w} draft weights") for t in ("json", "support") for w in ("with", "without")]:
+        row = adapter_row("4 drafts", task, kind, "eagle3")
+        assert row is not None
+        label = f"494M, EAGLE-3, adapter `{task}` {kind}, over no speculation"
+        rows.append([label, number(row["speedup"]), "", ""])
     lines = source("peers", "lora", "speculation-adapters", keep=lambda run: "int" not in run["run"], dated=False)
     return [*table(["output tokens/s", "1 request", "8", "32"], rows), "", *lines]
 
@@ -360,7 +339,7 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "summary": summary,
     "peers": peers,
     "quantised-peers": quantised_peers,
-    "eagle3-peers": eagle3_peers,
+    "eagle3-peers": lambda: written_table("peers", "SmolLM2, EAGLE-3"),
     "lora": lora,
     "products": products,
     "long-prompts": long_prompts,
