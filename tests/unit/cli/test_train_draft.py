@@ -40,7 +40,8 @@ def command(target, tmp_path):
 
     def make(*more, data=data, output="out"):
         paths = ["--model", str(target), "--data", str(data), "--output", str(tmp_path / output)]
-        sizes = "--steps 4 --eval-every 2 --held-out 4 --batch-tokens 64 --dtype float32 --no-trial".split()
+        sizes = "--steps 4 --eval-every 2 --batch-tokens 64 --dtype float32 --no-trial".split()
+        sizes += [] if "--eval-data" in more else ["--held-out", "4"]
         return ["train-draft", "--method", "eagle3", *paths, *sizes, *map(str, more)]
 
     return make
@@ -215,7 +216,7 @@ def test_an_output_that_is_or_holds_an_input_is_left_alone(option, link, command
         folder.symlink_to(run_folder)
     more = ["--method", "draft-lora"] if option == "--draft" else []
     before = contents(run_folder)
-    message = refused([*command("--overwrite", output=folder), *more, option, given], capsys)
+    message = refused(command("--overwrite", *more, option, given, output=folder), capsys)
     assert f"what {option} names" in message
     assert contents(run_folder) == before
 
