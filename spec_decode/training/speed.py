@@ -36,12 +36,12 @@ class Speed:
         if not window:
             return f"step {self._done + 1} of {self._steps} is in flight"
         whole = window[len(window) % self._cycle :]  # of whole cycles
-        tokens, seconds = (sum(column) for column in zip(*(whole or window), strict=True))
-        number = len(whole or window)
+        counted = whole or window
+        tokens, seconds = (sum(column) for column in zip(*counted, strict=True))
         measurements = -(-self._steps // self._eval_every) - self._done // self._eval_every
-        left = (self._steps - self._done) * seconds / number + measurements * self._measuring
+        left = (self._steps - self._done) * seconds / len(counted) + measurements * self._measuring
         line = (
-            f"step {self._done} of {self._steps}: loss {self._loss:.4f}, {seconds / number:.2g} s a step, "
+            f"step {self._done} of {self._steps}: loss {self._loss:.4f}, {seconds / len(counted):.2g} s a step, "
             f"{tokens / seconds:,.0f} tokens/s"
         )
         return f"{line}, about {duration(left)} left" if whole else line
