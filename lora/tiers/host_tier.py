@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..adapter import Adapter
 
 
-class HostTier:
+class AdapterHostTier:
     """Adapters by digest. The caller chooses what to drop, and makes room before `put`."""
 
     def __init__(self, max_adapters: int, max_bytes: int | None = None) -> None:

@@ -21,7 +21,7 @@ from ..files.peft_config import adapter_error
 from ..registry.adapter_stats import AdapterCounts
 from ..registry.registry import AdapterRegistry
 from ..registry.versions import AdapterVersion, Order
-from .host_tier import HostTier
+from .host_tier import AdapterHostTier
 
 LEAST_URGENT: Order = (math.inf, math.inf)
 MOST_URGENT: Order = (-math.inf, -math.inf)
@@ -38,7 +38,7 @@ class Residency:
         write: Callable[[Allocation, Adapter], None],
     ) -> None:
         """`registry` is only read. `write` starts to write an adapter's rows; call `written` when that has ended."""
-        self.host = HostTier(config.max_cpu_loras, config.max_cpu_bytes)
+        self.host = AdapterHostTier(config.max_cpu_loras, config.max_cpu_bytes)
         self.pool = pool
         self._max_rank = config.max_lora_rank
         self._registry = registry

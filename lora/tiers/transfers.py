@@ -16,7 +16,7 @@ from ..files.peft_config import adapter_error, quote_path
 from ..reader.reader_client import AdapterReader
 from ..registry.mixes import check_mixable, mix_adapters
 from ..registry.versions import AdapterVersion
-from .host_tier import HostTier
+from .host_tier import AdapterHostTier
 from .loader_threads import MAX_BYTES, LoaderThreads
 from .row_writer import RowWriter
 
@@ -75,7 +75,7 @@ class Transfers:
         self.num_reads = 0
         """Reads of `read` in flight, each with reserved room in host memory."""
 
-    def read(self, version: AdapterVersion, host: HostTier) -> None:
+    def read(self, version: AdapterVersion, host: AdapterHostTier) -> None:
         """Read the version's files, or of a mix those of the parts that are not in `host`."""
         version.loading = True
         self.num_reads += 1

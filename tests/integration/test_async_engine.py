@@ -9,7 +9,7 @@ import pytest
 from outrider import SamplingParams
 from outrider.platform.core.messages import EngineRequest
 from outrider.platform.engine.runner import device_queue
-from outrider.platform.engine.runner.device_queue import DeviceQueue, Stopwatch
+from outrider.platform.engine.runner.device_queue import DeviceQueue, DeviceStopwatch
 
 from .conftest import build_engine
 
@@ -235,7 +235,7 @@ def test_a_stopwatch_ends_once(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(device_queue, "time", clock)
-    watch = Stopwatch(torch.device("cpu"))
+    watch = DeviceStopwatch(torch.device("cpu"))
     for seconds in (2.0, 5.0):
         clock.move(seconds)
         watch.stop()

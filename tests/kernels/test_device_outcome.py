@@ -20,7 +20,7 @@ from outrider.kernels.device_outcome import (
 from outrider.kernels.verification import pack
 from outrider.platform.core.batch import RowResult
 from outrider.platform.core.request import Drafts, Request
-from outrider.platform.engine.sampling.sampler import PendingTokens, Ready, Sampler, SampleRow
+from outrider.platform.engine.sampling.sampler import PendingTokens, Sampled, Sampler, SampleRow
 from outrider.spec_decode.drafters.base import DraftRow
 from outrider.spec_decode.verify.draft_sampling import Drafting, draw, join_drafts, last_drafts
 from outrider.spec_decode.verify.verification import Rule, choose_rule
@@ -123,7 +123,7 @@ def test_the_next_tokens_are_written_for_the_step_after(device, kinds):
     logits = torch.randn(3, 40)
     logits[2] = torch.nan
     on_host = Sampler().begin(logits.clone(), rows)
-    assert isinstance(on_host, Ready)
+    assert isinstance(on_host, Sampled)
     pending = Sampler().launch(logits.to(device), rows)
     assert isinstance(pending, PendingTokens)
     for begun in (on_host, pending):
@@ -209,7 +209,7 @@ def test_a_row_with_a_late_token_is_sampled_at_its_index():
 
 
 def test_ready_rows_without_tokens_leave_a_zero():
-    out = Ready([RowResult([4, 6], 1), RowResult([])], [3, 1], torch.device("cpu")).outcome()
+    out = Sampled([RowResult([4, 6], 1), RowResult([])], [3, 1], torch.device("cpu")).outcome()
     assert out.next_tokens.tolist() == [6, 0]
     assert (out.tokens.tolist(), out.rejected.tolist()) == ([4, 6, 0, 0], [1, 0, 0])
 

@@ -12,13 +12,13 @@ import torch
 T = TypeVar("T")
 
 
-class Stopwatch:
+class DeviceStopwatch:
     """Time of a device from the watch's construction to its first `stop`, and the gap before it. On a GPU the times are
     those of events of the current stream, and the host waits in `seconds` alone."""
 
     __slots__ = ("_before", "_begin", "_device", "_end")
 
-    def __init__(self, device: torch.device, before: Stopwatch | None = None) -> None:
+    def __init__(self, device: torch.device, before: DeviceStopwatch | None = None) -> None:
         """`before`: watch of the step before, which is stopped unless the step failed."""
         self._device = device
         self._before = None if before is None else before._end
@@ -85,7 +85,7 @@ class DeviceQueue:
         self.overlaps = asynchronous
         self._device = device
         self._last: Future[Any] | None = None
-        self._stopwatch: Stopwatch | None = None
+        self._stopwatch: DeviceStopwatch | None = None
         self._thread: ThreadPoolExecutor | None = None
         if asynchronous and device.type != "cuda":
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="steps")
@@ -98,9 +98,9 @@ class DeviceQueue:
         self._last = future = self._thread.submit(work)
         return future
 
-    def stopwatch(self) -> Stopwatch:
+    def stopwatch(self) -> DeviceStopwatch:
         """Start to time a step, in its work; its gap is the time since the last timed step."""
-        self._stopwatch = Stopwatch(self._device, self._stopwatch)
+        self._stopwatch = DeviceStopwatch(self._device, self._stopwatch)
         return self._stopwatch
 
     def drain(self) -> None:

@@ -37,9 +37,9 @@ from ..sampling.grammar_masks import with_forced
 from ..sampling.logits_edits import edit_state
 from ..sampling.reported_logprobs import token_logprobs
 from ..sampling.sampler import Sampler, Sampling, not_finite
-from .device_queue import DeviceQueue, Done, Stopwatch
+from .device_queue import DeviceQueue, DeviceStopwatch, Done
 from .pooling import pooled_part
-from .step_inputs import Prepared, continued, drafting_rows, of_rows, prepare
+from .step_inputs import StepInputs, continued, drafting_rows, of_rows, prepare
 
 LOGITS_CHUNK = 128
 """Rows of prompt logits computed at once: they are [rows, vocabulary] in float32."""
@@ -87,7 +87,7 @@ class _Queued(NamedTuple):
     """Outcome of the sampled rows; None if no step is launched before the host knows it."""
     proposals: list[Proposal] | None
     """Proposal of each row, if the device drafted without the host."""
-    stopwatch: Stopwatch
+    stopwatch: DeviceStopwatch
     """Time of the forward pass, sampling and verification."""
 
 
@@ -206,7 +206,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _work(
         self,
-        prepared: Prepared,
+        prepared: StepInputs,
         before: Future[_Queued] | Done[_Queued] | None,
         can_overlap_next: bool,
         moves: Sequence[Move],
@@ -243,7 +243,7 @@ class ModelRunner:
         return _Queued(computed.output, sampling, prompts, outcome, proposals, stopwatch)
 
     def _draft_on_device(
-        self, prepared: Prepared, output: DecoderOutput, outcome: DeviceOutcome | None
+        self, prepared: StepInputs, output: DecoderOutput, outcome: DeviceOutcome | None
     ) -> list[Proposal]:
         """Drafts, if any are wanted, made before the host has the step's results."""
         rows, step = prepared.drafting, DeviceStep(outcome, prepared.rows.overshoot)
@@ -254,7 +254,7 @@ class ModelRunner:
         assert outcome is not None, "rows with drafts reach their end"
         return self._drafter.propose(drafting_rows(prepared, outcome), target)
 
-    def _forward(self, prepared: Prepared) -> _Computed:
+    def _forward(self, prepared: StepInputs) -> _Computed:
         rows, handles = prepared.rows, prepared.handles
         found = self._executor.replay(rows, handles, verifies=prepared.replayable)
         if found is not None:
@@ -264,7 +264,7 @@ class ModelRunner:
             return _Computed(DecoderOutput(hidden, tuple(aux)), logits)
         return _Computed(self._executor.forward(rows, handles, self._aux_layers), None)
 
-    def _sample(self, prepared: Prepared, computed: _Computed, overshoot: Tensor | None) -> Sampling | None:
+    def _sample(self, prepared: StepInputs, computed: _Computed, overshoot: Tensor | None) -> Sampling | None:
         """Sample the rows whose last token is computed, in their order; None if there are none. `overshoot`: theirs."""
         hidden, index, chosen = computed.output.hidden, prepared.with_logits, prepared.chosen
         if not chosen:

@@ -20,7 +20,7 @@ from ..sampling.logits_edits import Seen, token_entries
 from ..sampling.sampler import SampleRow
 
 
-class Prepared(NamedTuple):
+class StepInputs(NamedTuple):
     """Inputs of a step from its sequences. These may change while it runs, so later only their constant fields are
     read, and the tokens that bad words depend on: see `SamplingFacts.reads_tokens`."""
 
@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     """The rows, if the device drafts without the host; else empty."""
 
 
-def prepare(plan: StepPlan, sampled_index: dict[Request, int], *, drafts: bool) -> Prepared:
+def prepare(plan: StepPlan, sampled_index: dict[Request, int], *, drafts: bool) -> StepInputs:
     """Read a step's sequences. `sampled_index`: requests' indices among the chosen rows of the step before; `drafts`:
     the device drafts without the host."""
     planned, requests = plan.rows, [row.request for row in plan.rows]
@@ -61,7 +61,7 @@ def prepare(plan: StepPlan, sampled_index: dict[Request, int], *, drafts: bool) 
     )
     replayable = all(row.samples and row.num_tokens == 1 + row.num_drafts for row in planned)
     all_tokens, all_rows = (list(range(firsts[-1])), list(range(len(planned)))) if replayable else ([], [])
-    step = Prepared(rows, [], all_tokens, [], {}, replayable, all_rows, [], [])
+    step = StepInputs(rows, [], all_tokens, [], {}, replayable, all_rows, [], [])
     given: list[tuple[int, Sequence[int]]] = []
     for index, (row, request, first) in enumerate(zip(planned, requests, firsts, strict=False)):
         step.handles.extend(request.handles(row.start, row.num_tokens))
@@ -87,7 +87,7 @@ def prepare(plan: StepPlan, sampled_index: dict[Request, int], *, drafts: bool) 
     return step
 
 
-def continued(step: Prepared, outcome: DeviceOutcome, proposals: Sequence[Proposal]) -> Prepared:
+def continued(step: StepInputs, outcome: DeviceOutcome, proposals: Sequence[Proposal]) -> StepInputs:
     """`step` with the results that the one before it left on the device: tokens, drafts and first positions of rows."""
     rows, chosen = step.rows, list(step.chosen)
     token_ids, num_before = list(rows.token_ids), len(outcome.accepted)
@@ -119,7 +119,7 @@ def continued(step: Prepared, outcome: DeviceOutcome, proposals: Sequence[Propos
     )
 
 
-def drafting_rows(step: Prepared, outcome: DeviceOutcome) -> list[DraftRow]:
+def drafting_rows(step: StepInputs, outcome: DeviceOutcome) -> list[DraftRow]:
     """`step.drafting`, all of whose rows reach their end, with the tokens of the step itself."""
     if all(row.seen is None for row in step.chosen):
         return step.drafting

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....kernels.staging import to_device
 from ...core.request import Drafts, Request
 from .grammar_state import MAX_FORCED, GrammarState
-from .mask_threads import Job
+from .mask_threads import MaskJob
 
 if TYPE_CHECKING:
     from .logits_edits import LogitsRow
@@ -63,7 +63,7 @@ def _fill(rows: Sequence[LogitsRow], masks: np.ndarray) -> list[int]:
         indices += [row.place for row in own]
         asked.append((own[0].request.grammar, _generated(own[0].request), [*chain.from_iterable(own[-1].drafts)]))
     is_draft = rows[0].is_draft
-    jobs = [Job(state, partial(state.fill, tokens, drafts)) for state, tokens, drafts in asked]
+    jobs = [MaskJob(state, partial(state.fill, tokens, drafts)) for state, tokens, drafts in asked]
     asked[0][0].threads.run(jobs, DRAFT_SECONDS if is_draft else STEP_SECONDS)
     start = 0
     for (state, tokens, drafts), own in zip(asked, of_requests.values(), strict=True):
@@ -102,7 +102,7 @@ def with_forced(requests: Sequence[Request], drafts: Sequence[Drafts]) -> list[D
     has not proposed just these."""
     most = min(MAX_FORCED, STEP_FORCED // max(1, len(requests)))
     jobs = {
-        index: Job(request.grammar, partial(request.grammar.forced, _generated(request), most))
+        index: MaskJob(request.grammar, partial(request.grammar.forced, _generated(request), most))
         for index, request in enumerate(requests)
         if most and request.params.max_drafts != 0
     }

@@ -26,7 +26,7 @@ _thread = threading.local()
 
 
 @dataclass(slots=True)
-class Job:
+class MaskJob:
     """Work on one sequence's state."""
 
     state: GrammarState
@@ -42,7 +42,7 @@ class MaskThreads:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammar-masks")
 
-    def run(self, jobs: Sequence[Job], seconds: float) -> None:
+    def run(self, jobs: Sequence[MaskJob], seconds: float) -> None:
         """Run jobs for at most `seconds`, the quickest of last time first. Jobs that have not started by then never do;
         one that has continues, and its state is busy until it ends."""
         idle = [job for job in jobs if not job.state.is_busy]
@@ -62,7 +62,7 @@ class MaskThreads:
 class _Batch:
     """Jobs of a step, run in one thread until the engine closes the batch."""
 
-    def __init__(self, jobs: Sequence[Job], deadline: float) -> None:
+    def __init__(self, jobs: Sequence[MaskJob], deadline: float) -> None:
         self.finished = threading.Event()
         self._jobs = jobs
         self._deadline = deadline
@@ -86,7 +86,7 @@ class _Batch:
                 job.state.grammar.lock.release()
         self.finished.set()
 
-    def _result(self, job: Job) -> Any:
+    def _result(self, job: MaskJob) -> Any:
         try:
             return job.work(self._deadline)
         except BaseException:  # of the package, whose panics are no Exception: the others continue

@@ -127,7 +127,7 @@ class Sampler:
             return self.launch(logits, rows, overshoot)
         if overshoot is not None:
             rows = [row.settled(by) for row, by in zip(rows, overshoot.tolist(), strict=True)]
-        return Ready(self(logits, rows), [1 + len(row.drafts.token_ids) for row in rows], logits.device)
+        return Sampled(self(logits, rows), [1 + len(row.drafts.token_ids) for row in rows], logits.device)
 
     def launch(
         self, logits: Tensor, rows: Sequence[SampleRow], overshoot: Tensor | None = None
@@ -281,7 +281,7 @@ class PendingTokens(NamedTuple):
         return _one_each(self.rows, *self.download.wait())
 
 
-class Ready(NamedTuple):
+class Sampled(NamedTuple):
     """Results that need no wait."""
 
     sampled: list[RowResult]
@@ -310,7 +310,7 @@ class Ready(NamedTuple):
         return self.sampled
 
 
-Sampling = Pending | PendingTokens | Ready
+Sampling = Pending | PendingTokens | Sampled
 """A step's sampling: `outcome` on the device, and `collect` for the host."""
 
 

@@ -21,7 +21,7 @@ from .counts import CountTable
 from .demand import Demand, fit
 from .queue_bound import QueueBound
 from .scopes import Clock, ReadUsage, Scope, ScopeTable
-from .shared_counts import LEASE_SECONDS, CommonClock, Turns
+from .shared_counts import LEASE_SECONDS, CommonClock, SharedTurns
 from .slots import Claim, Slots
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Limiter:
         table: CountTable | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """With a `table` the limits hold for all servers that have the same one; `lease_seconds`: see `Turns`."""
+        """With a `table` the limits hold for all servers that have the same one; `lease_seconds`: see `SharedTurns`."""
         self._read_usage = read_usage
         common = None if table is None else CommonClock(clock)
         self._own_clock, self._clock = clock, common or clock
@@ -127,7 +127,7 @@ class Limiter:
         self._refuses_waiting: OutriderError | None = None
         self._turns = None
         if table is not None and common is not None:
-            self._turns = Turns(table, self._scopes, common, lease_seconds)
+            self._turns = SharedTurns(table, self._scopes, common, lease_seconds)
 
     @property
     def num_waiting(self) -> int:

@@ -64,7 +64,7 @@ class _Work(NamedTuple):
     done: asyncio.Future[Any]
 
 
-class Turns:
+class SharedTurns:
     """Turns of one server; belongs to the event loop."""
 
     def __init__(self, table: CountTable, scopes: ScopeTable, clock: CommonClock, lease_seconds: float) -> None:

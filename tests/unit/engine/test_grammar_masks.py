@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.platform.engine.sampling.grammar_masks import mask_logits
-from outrider.platform.engine.sampling.mask_threads import NUM_THREADS, Job, MaskThreads
+from outrider.platform.engine.sampling.mask_threads import NUM_THREADS, MaskJob, MaskThreads
 
 
 class State:
@@ -88,14 +88,14 @@ def test_a_slow_grammar_delays_no_other_request(threads):
 def test_stuck_threads_are_bounded_and_jobs_that_never_started_do_not_run_later(threads):
     stuck = [State(threads, seconds=1.0) for _ in range(NUM_THREADS)]
     for state in stuck:
-        threads.run([Job(state, lambda _, state=state: state.fill([], [], 0.0))], 0.01)
+        threads.run([MaskJob(state, lambda _, state=state: state.fill([], [], 0.0))], 0.01)
     assert all(state.is_busy for state in stuck)
     ran = []
     late = State(threads)
-    threads.run([Job(late, ran.append)], 0.01)
+    threads.run([MaskJob(late, ran.append)], 0.01)
     for state in stuck:
         state.release()
-    threads.run([Job(State(threads), lambda _: None)], 5.0)
+    threads.run([MaskJob(State(threads), lambda _: None)], 5.0)
     assert not ran
     assert not late.is_busy
 
@@ -104,7 +104,7 @@ def test_an_error_of_one_grammar_fails_its_sequence_alone(threads):
     failed = []
     broken, sound = State(threads), State(threads)
     broken.fail = failed.append
-    jobs = [Job(broken, lambda _: 1 // 0), Job(sound, lambda _: "made")]
+    jobs = [MaskJob(broken, lambda _: 1 // 0), MaskJob(sound, lambda _: "made")]
     threads.run(jobs, 5.0)
     assert failed
     assert jobs[1].result == "made"
