@@ -270,12 +270,7 @@ def test_groups_pad_nothing() -> None:
     num_tiles, num_items, items, order, rows = values[:5]
     tiles = [values[HEADER + ENTRY * index :][:6] for index in range(num_tiles)]
     # Rows [2, 7] with three tokens, row 5 with one, and twenty rows with twenty tokens in two tiles.
-    assert tiles == [
-        [0, 3, 0, 2, 0, 2],
-        [3, 1, 2, 1, 6, 1],
-        [4, 16, 3, 20, 7, 20],
-        [20, 4, 3, 20, 7 + 16 * 20, 20],
-    ]
+    assert tiles == [[0, 3, 0, 2, 0, 2], [3, 1, 2, 1, 6, 1], [4, 16, 3, 20, 7, 20], [20, 4, 3, 20, 7 + 16 * 20, 20]]
     assert [values[items + ENTRY * index :][:6] for index in range(num_items)][3:] == [
         [4, 16, 19, 4, 23, 20],
         [20, 4, 3, 16, 327, 20],
