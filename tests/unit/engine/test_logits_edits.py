@@ -64,7 +64,7 @@ tokens_strategy = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(params_strategy, tokens_strategy, tokens_strategy), min_size=1, max_size=4), st.integers(0, 99)
 )
@@ -75,7 +75,7 @@ def test_every_combination_equals_the_definitions(cases, seed):
     torch.testing.assert_close(edited(logits, *rows), want, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=12),
     st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), max_size=3)), max_size=8),

@@ -172,7 +172,7 @@ jobs = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     jobs,
     st.integers(12, 30),

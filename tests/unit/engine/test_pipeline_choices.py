@@ -36,7 +36,7 @@ class Chooser:
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(
     jobs,
     st.tuples(st.integers(14, 34), st.integers(4, 24), st.sampled_from(["fcfs", "priority", "fair"]), st.booleans()),

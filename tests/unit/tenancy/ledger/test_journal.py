@@ -127,7 +127,7 @@ def test_cut_at_every_byte(journal, tmp_path):
             shutil.rmtree(folder)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_byte_costs_its_line_alone(tmp_path_factory, data):
     journal = Journal(tmp_path_factory.mktemp("journal"), BYTES)
@@ -357,7 +357,7 @@ def test_a_sync_that_fails_is_due_again(journal, monkeypatch):
 STEPS = st.lists(st.tuples(st.sampled_from(["begin", "update", "end", "forget", "drop", "crash"]), st.integers(0, 9)))
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(steps=STEPS)
 def test_journal_equals_a_dictionary_after_any_steps(tmp_path_factory, steps):
     """Against a dictionary. Rows that were forgotten may come back after a crash: the database has them."""
