@@ -60,6 +60,7 @@ class Served:
         lora = LoraConfig(r=4, lora_alpha=3, init_lora_weights=False, **targets)
         self._tuned = get_peft_model(self._base, lora).eval()
         self._tuned.save_pretrained(adapter)
+        self._logits: dict[tuple, torch.Tensor] = {}
         tokens = torch.randint(3, SIZES["vocab_size"], (60,)).tolist()
         prompts = [tokens, tokens[:40] + [5, 6, 7] * 5, [9, 8, 7] * 6, tokens[-1:]]  # no tie of routed experts
         self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
@@ -70,11 +71,16 @@ class Served:
         difference of a log probability, of the base model and of the adapter."""
         pairs = list(zip(jobs or self.jobs, outcomes, strict=True))
         with self._tuned.disable_adapter():
-            base = max(self._error(*job, outcome) for (*job, lora), outcome in pairs if lora is None)
-        return [base, max((self._error(*job, outcome) for (*job, lora), outcome in pairs if lora), default=0.0)]
+            base = max(self._error(job, outcome) for job, outcome in pairs if job[2] is None)
+        return [base, max((self._error(job, outcome) for job, outcome in pairs if job[2]), default=0.0)]
 
-    def _error(self, prompt, params, outcome) -> float:
-        logits = self._tuned(torch.tensor([prompt + outcome.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    def _error(self, job, outcome) -> float:
+        prompt, _, lora = job
+        tokens = prompt + outcome.token_ids[:-1]
+        key = (lora is None, *tokens)
+        if key not in self._logits:  # engines with other options write the same text
+            self._logits[key] = self._tuned(torch.tensor([tokens])).logits[0]
+        logits = self._logits[key][len(prompt) - 1 :]
         assert outcome.token_ids == logits.argmax(-1).tolist()
         theirs = torch.log_softmax(logits, -1).max(-1).values
         ours = torch.tensor([found.logprobs[0] for found in outcome.logprobs])
@@ -85,6 +91,7 @@ class Served:
     def rounded(self) -> Iterator[None]:
         """Round the base model's weights as `quantization="int8"` does: each output of a matrix by itself."""
         kept = {name: parameter.detach().clone() for name, parameter in self._base.named_parameters()}
+        logits, self._logits = self._logits, {}
         try:
             with torch.no_grad():
                 for name, parameter in self._base.named_parameters():
@@ -95,6 +102,7 @@ class Served:
             with torch.no_grad():
                 for name, parameter in self._base.named_parameters():
                     parameter.copy_(kept[name])
+            self._logits = logits
 
     def _inputs_first(self, name: str) -> bool:
         """True for a parameter [in, out], or [experts, in, out]."""
