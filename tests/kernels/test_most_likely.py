@@ -70,7 +70,7 @@ def make_rows(drafts: list[list[int]], **edits: Any) -> list[SampleRow]:
     return [SampleRow(Request(f"r{i}", [1, 2], 2, params, seed_key=i), Drafts(ids)) for i, ids in enumerate(drafts)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(st.data())
 def test_fast_path_equals_the_general_path(data: st.DataObject) -> None:
     token = st.integers(0, 5)

@@ -75,7 +75,7 @@ def test_every_combination_equals_the_definitions(cases, seed):
     torch.testing.assert_close(edited(logits, *rows), want, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=12),
     st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=3), st.lists(st.integers(0, 2), max_size=3)), max_size=8),

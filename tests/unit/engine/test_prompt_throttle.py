@@ -210,7 +210,7 @@ def test_the_bound_is_never_more_than_the_step_has_left() -> None:
     assert step.for_prompts == step.num_left == 9
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @example([(1, 0, 5e-324), (1, 1, 5e-324)])
 @given(
     st.lists(st.tuples(st.integers(0, 500), st.integers(0, 5000), st.floats(0.0, 100.0, allow_nan=False)), max_size=50)

@@ -123,7 +123,7 @@ def test_every_sequence_gets_its_own_text_whatever_happens(jobs, blocks, budget,
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 99))
 def test_aborts_at_any_step_free_everything_and_affect_no_other_request(aborts, seed):
     limits = DraftLimits(3, extra_slots=True)

@@ -73,7 +73,7 @@ def check(arena, rows, modules):
 RANKS = st.dictionaries(st.sampled_from(sorted(MODULES)), st.integers(1, 4))
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(RANKS, RANKS, st.permutations(range(NUM_ROWS)), st.booleans())
 def test_rows_hold_the_last_write(first, second, order, is_apart):
     arena = make(is_apart=is_apart)
@@ -84,7 +84,7 @@ def test_rows_hold_the_last_write(first, second, order, is_apart):
         check(arena, rows, modules)
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(RANKS)
 def test_views_are_the_weights(ranks):
     arena = make()

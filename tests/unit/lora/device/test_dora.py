@@ -47,7 +47,7 @@ def scaled(site, y, adapters, **beside):
 modules = st.dictionaries(st.sampled_from(sorted(SIZES)), st.integers(-3, 3), max_size=4)
 
 
-@settings(max_examples=30, database=None)
+@settings(max_examples=60, database=None)
 @given(writes=st.lists(st.tuples(st.sets(st.integers(0, 7), min_size=1, max_size=3), modules), max_size=12))
 def test_each_adapter_has_its_own_gains_and_biases_for_as_long_as_it_has_its_rows(writes):
     sites, at = make_sites()

@@ -251,7 +251,7 @@ def test_a_bin_file_of_something_else(tmp_path, state):
         read(write_adapter(tmp_path, state, binary=True))
 
 
-@settings(max_examples=25, database=None)
+@settings(max_examples=40, database=None)
 @given(cut=st.integers(0, 400), flips=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 255)), max_size=3))
 def test_damaged_files_are_refused_or_read_as_something_finite(tmp_path_factory, cut, flips):
     folder = tmp_path_factory.mktemp("damaged")

@@ -357,7 +357,7 @@ def test_a_sync_that_fails_is_due_again(journal, monkeypatch):
 STEPS = st.lists(st.tuples(st.sampled_from(["begin", "update", "end", "forget", "drop", "crash"]), st.integers(0, 9)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(steps=STEPS)
 def test_journal_equals_a_dictionary_after_any_steps(tmp_path_factory, steps):
     """Against a dictionary. Rows that were forgotten may come back after a crash: the database has them."""

@@ -35,7 +35,7 @@ def play(limit, steps):
     return sorted(done + [(began, charged, charged) for began, charged, _ in running])
 
 
-@settings(max_examples=75)
+@settings(max_examples=150)
 @given(limit=st.integers(1, 60), steps=STEPS)
 @example(  # a long request, whose charge time has paid for, is given back wholly: that must not make room twice
     limit=60, steps=[("charge", 0, 60), ("charge", MINUTE, 60), ("give back", 0, 60), ("charge", 0, 60)]
@@ -47,7 +47,7 @@ def test_no_span_of_time_has_more_than_the_limit(limit, steps):
         assert sum(used for _, _, used in charges[first : last + 1]) <= limit * (1 + span)
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(limit=st.integers(1, 1000), debt=st.integers(0, 1000), amount=st.integers(1, 1000), later=TIMES)
 def test_the_wait_is_exact(limit, debt, amount, later):
     amount, debt = min(amount, limit), min(debt, limit)
@@ -59,7 +59,7 @@ def test_the_wait_is_exact(limit, debt, amount, later):
     assert bucket.wait_for(amount, later + wait) == 0
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(limit=st.integers(1, 1000), amounts=st.lists(st.integers(0, 1000), min_size=1, max_size=8), later=TIMES)
 def test_an_immediate_refund_leaves_no_trace(limit, amounts, later):
     bucket = RateBucket(limit, 0)

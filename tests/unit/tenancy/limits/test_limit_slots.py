@@ -95,7 +95,7 @@ def test_all_waiting_requests_are_refused():
     run(scenario)
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(limit=st.integers(1, 4), steps=st.lists(st.tuples(st.sampled_from("tlc"), st.integers(1, 4)), max_size=30))
 def test_never_above_the_limit_and_no_request_lost(limit, steps):
     async def scenario():

@@ -317,7 +317,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(steps=STEPS)
 def test_whatever_happens_all_of_it_comes_back(steps):
     """Any mix of ends: at last nothing is taken, reserved or waiting, and a minute later the limits are whole."""

@@ -273,7 +273,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(steps=STEPS)
 def test_three_servers_decide_as_one_would(steps):
     """Every server answers as a single server that received all requests would."""
