@@ -90,22 +90,29 @@ def pytest_collection() -> Iterator[None]:
 
 SERVER_FILES = {f"tests/e2e/test_{name}.py" for name in (
     "anthropic_client", "beam_search", "bench_serve", "chat_command", "demo_forms", "embeddings", "mixes",
-    "openai_client", "responses", "server_bad_input", "server_life",
+    "openai_client", "responses", "server_bad_input", "server_life", "token_routes",
 )}  # fmt: skip
 """Files whose tests use a server of the whole session."""
+SERVER_FOLDERS = ("tests/e2e/adapters", "tests/e2e/console", "tests/e2e/tenants")
+"""Folders with a server each for all of their files."""
+
+
+def server_group(file: str) -> str:
+    """The same name for all files that share a server."""
+    folder = file.rpartition("/")[0]
+    return "servers" if file in SERVER_FILES else folder if folder in SERVER_FOLDERS else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile` that runs SERVER_FILES in one process: every other one would start the same servers."""
+    """`--dist loadfile` that runs files with a common server in one process: every other one would start it again."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "servers" if file in SERVER_FILES else file
+            return server_group(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
 
@@ -127,13 +134,15 @@ LONG_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files that start servers, and wait for them, among the first four fifths of the others: two at once
     would compete for the cores while they start, and leave them idle while they wait; the last one would wait alone."""
-    files = {item.path: "e2e" in item.path.parts for item in items}
-    place: dict[Path, float] = {}
+    groups = {item.path: server_group(item.path.relative_to(REPO_ROOT).as_posix()) for item in items}
+    waiting = {groups[item.path]: "e2e" in item.path.parts for item in items}
+    place: dict[str, float] = {}
     for waits, share in ((True, 0.8), (False, 1.0)):
-        alike = [path for path in files if files[path] is waits]
-        alike.sort(key=lambda path: LONG_FILES.index(path.name) if path.name in LONG_FILES else len(LONG_FILES))
-        place |= {path: share * index / len(alike) for index, path in enumerate(alike)}
-    items.sort(key=lambda item: (place[item.path], str(item.path)))
+        alike = [group for group in waiting if waiting[group] is waits]
+        names = {group: group.rpartition("/")[2] for group in alike}
+        alike.sort(key=lambda group: LONG_FILES.index(names[group]) if names[group] in LONG_FILES else len(LONG_FILES))
+        place |= {group: share * index / len(alike) for index, group in enumerate(alike)}
+    items.sort(key=lambda item: (place[groups[item.path]], str(item.path)))
 
 
 class SeldomCollecting:
@@ -285,19 +294,7 @@ class PostgreSQL:
         self.folder = Path(tempfile.mkdtemp(prefix="outrider-pg-", dir="/tmp"))
         if self._user:
             shutil.chown(self.folder, self._user)
-        command = [
-            binaries / "initdb",
-            "-D",
-            self._data,
-            "-U",
-            "outrider",
-            "-A",
-            "trust",
-            "-E",
-            "UTF8",
-            "--locale=C",
-            "-N",
-        ]
+        command = [binaries / "initdb", "-D", self._data, *"-U outrider -A trust -E UTF8 --locale=C -N".split()]
         done = subprocess.run(command, user=self._user, cwd="/", capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         self._process: subprocess.Popen | None = None

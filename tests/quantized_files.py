@@ -50,13 +50,7 @@ def awq(outputs: int, inputs: int, rng: np.random.Generator) -> Made:
 
 
 def gptq(
-    bits: int,
-    *,
-    version: int = 1,
-    shuffled: bool = False,
-    symmetric: bool = False,
-    group: int = GROUP,
-    least: int = 1,
+    bits: int, *, version: int = 1, shuffled: bool = False, symmetric: bool = False, group: int = GROUP, least: int = 1
 ) -> Writer:
     """`least`: zero point. Version 1 stores it less one, a 0 therefore as all bits."""
 

@@ -163,8 +163,7 @@ VARIANTS: dict[str, Family] = {
         {**_MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True},
     ),
     "granite4-dense": Family(
-        "GraniteMoeHybrid",
-        {**_MAMBA, **_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"},
+        "GraniteMoeHybrid", {**_MAMBA, **_GRANITE, "num_local_experts": 0, "position_embedding_type": "rope"}
     ),
 }
 """More forms of some families, for the parity tests alone."""
@@ -245,12 +244,7 @@ FAMILIES: dict[str, Family] = {
         _SPARSE,
     ),
     "ernie4.5-moe": Family("Ernie4_5_Moe", _ERNIE_MOE, ATTENTION + GATED, _SPARSE),
-    "lfm2-moe": Family(
-        "Lfm2Moe",
-        {**_EXPERTS, **_LFM2_MOE},
-        ["in_proj", "out_proj", *_QKV, "w1", "w2", "w3"],
-        _SPARSE,
-    ),
+    "lfm2-moe": Family("Lfm2Moe", {**_EXPERTS, **_LFM2_MOE}, ["in_proj", "out_proj", *_QKV, "w1", "w2", "w3"], _SPARSE),
     "ministral": Family(
         "Ministral", {"head_dim": 12, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
     ),

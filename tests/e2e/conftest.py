@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -127,10 +128,19 @@ class ServerProcess:
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[list[ServerProcess]]:
-    """All that were started, which end with the session at the latest."""
+def start_shared(tethered) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers, which end with the session at the latest."""
     started: list[ServerProcess] = []
-    yield started
+
+    def start(
+        *arguments: str, ready: bool = True, program: str = "outrider.platform.cli.main", **variables: str
+    ) -> ServerProcess:
+        started.append(ServerProcess(*arguments, tethered=tethered, program=program, **variables))
+        if ready:
+            started[-1].wait_until_ready()
+        return started[-1]
+
+    yield start
     for server in started:  # all at once
         server.begin_stop()
     for server in started:
@@ -138,17 +148,12 @@ def servers() -> Iterator[list[ServerProcess]]:
 
 
 @pytest.fixture(scope="module")
-def start_server(tethered, servers) -> Iterator:
+def start_server(start_shared) -> Iterator[Callable[..., ServerProcess]]:
     """Starts servers, which get SIGTERM at the end of the module: an idle one takes a 200th of a core."""
     started: list[ServerProcess] = []
 
-    def start(
-        *arguments: str, ready: bool = True, program: str = "outrider.platform.cli.main", **variables: str
-    ) -> ServerProcess:
-        started.append(ServerProcess(*arguments, tethered=tethered, program=program, **variables))
-        servers.append(started[-1])
-        if ready:
-            started[-1].wait_until_ready()
+    def start(*arguments: str, **options: Any) -> ServerProcess:
+        started.append(start_shared(*arguments, **options))
         return started[-1]
 
     yield start
@@ -161,13 +166,11 @@ FIXED_DRAFTS = json.dumps({"method": "eagle3", "model": str(demo_eagle3_path()),
 
 
 @pytest.fixture(scope="session")
-def server(tethered, servers, tmp_path_factory) -> ServerProcess:
+def server(start_shared, tmp_path_factory) -> ServerProcess:
     """The demo model and its adapters; others may be loaded from the tests' own folders. Shared by all tests: leave it
     as it was."""
     options = ["--speculative-config", FIXED_DRAFTS, "--lora-root", str(tmp_path_factory.getbasetemp())]
-    servers.append(ServerProcess(*options, tethered=tethered, OUTRIDER_LORA_READER="1"))
-    servers[-1].wait_until_ready()
-    return servers[-1]
+    return start_shared(*options, OUTRIDER_LORA_READER="1")
 
 
 TOOLS_TEMPLATE = """{{- bos_token }}{% if tools %}{{ '<|system|>\\n' + tools | tojson + '<|end|>\\n' }}{% endif %}
@@ -180,14 +183,11 @@ KEY = "sk-ant-test"
 
 
 @pytest.fixture(scope="session")
-def tools_server(tethered, servers, tmp_path_factory) -> ServerProcess:
+def tools_server(start_shared, tmp_path_factory) -> ServerProcess:
     """The demo model with a chat template that writes tools and their calls, behind `api_key`."""
     template = tmp_path_factory.mktemp("tools") / "template.jinja"
     template.write_text(TOOLS_TEMPLATE)
-    options = ["--api-key", KEY, "--chat-template", str(template), "--speculative-config", FIXED_DRAFTS]
-    servers.append(ServerProcess(*options, tethered=tethered))
-    servers[-1].wait_until_ready()
-    return servers[-1]
+    return start_shared("--api-key", KEY, "--chat-template", str(template), "--speculative-config", FIXED_DRAFTS)
 
 
 @pytest.fixture(scope="session")

@@ -33,10 +33,7 @@ def test_one_beam_is_greedy_text(client):
     assert chat(client, extra_body=BEAMS).choices[0].message.content == greedy
 
 
-@pytest.mark.parametrize(
-    ("fields", "status"),
-    [({"n": 11}, 400), ({"stream": True}, 400), ({"model": "nobody"}, 404)],
-)
+@pytest.mark.parametrize(("fields", "status"), [({"n": 11}, 400), ({"stream": True}, 400), ({"model": "nobody"}, 404)])
 def test_errors(client, fields, status):
     with pytest.raises(openai.APIStatusError) as caught:
         chat(client, extra_body=BEAMS, **fields)

@@ -12,13 +12,7 @@ import pytest
 GUIDE = Path(__file__).parents[2] / "docs/guides/structured-outputs.md"
 BODIES = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'", GUIDE.read_text(encoding="utf-8"), re.S)]
 ORDER = {"name": "Carla", "city": "Rome", "quantity": 2, "color": "blue", "item": "chair", "price": 99}
-MEETING = {
-    "person": "Bob",
-    "topic": "the budget",
-    "day": "Monday",
-    "time": "10:30",
-    "place": "room 4",
-}
+MEETING = {"person": "Bob", "topic": "the budget", "day": "Monday", "time": "10:30", "place": "room 4"}
 
 
 def ask(http, body, **changes):

@@ -93,11 +93,7 @@ def test_a_cancelled_stream(client):
 
 def test_a_client_that_goes_away(client, server):
     stream = client.responses.create(
-        model="outrider-demo",
-        input="Hello",
-        stream=True,
-        max_output_tokens=1500,
-        extra_body={"ignore_eos": True},
+        model="outrider-demo", input="Hello", stream=True, max_output_tokens=1500, extra_body={"ignore_eos": True}
     )
     name = next(stream).response.id
     stream.close()

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-import pytest
+from outrider.platform.cli.main import main
 
 ASK = {"messages": [{"role": "user", "content": "List all customers from Berlin."}], "max_tokens": 12, "temperature": 0}
 GOOD = [
@@ -40,22 +40,14 @@ def request(custom_id: str, url: str, body: dict) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
 
 
-@pytest.fixture(scope="module")
-def run(tethered):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "outrider.platform.cli.main", "run-batch", *arguments]
-        return subprocess.run(tethered(command), capture_output=True, text=True, timeout=120, check=False)
-
-    return run
-
-
-def test_fifty_lines(run, tmp_path):
+def test_fifty_lines(tethered, tmp_path):
     good = [request(f"good-{index}", *GOOD[index % len(GOOD)]) for index in range(36)]
     refused = [request(f"refused-{index}", *REFUSED[index % len(REFUSED)][:2]) for index in range(5)]
     lines = [line for mixed in zip(good, (*refused, *BROKEN, *[""] * 22), strict=True) for line in mixed]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     options = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--max-concurrency", "8")
-    done = run(*options)
+    command = tethered([sys.executable, "-m", "outrider.platform.cli.main", "run-batch", *options])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stderr
     assert "50 requests: 36 answered, 14 failed" in done.stderr
     assert done.stderr.startswith("Outrider is loading outrider-demo\n")  # a life sign, also in a pipe
@@ -81,10 +73,12 @@ def test_fifty_lines(run, tmp_path):
     assert {answer["custom_id"] for answer in broken} == {None, "get", "url", "body", "stream", "\ud800", "good-0"}
 
 
-def test_files_that_cannot_be_used(run, tmp_path):
-    done = run("-i", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "out.jsonl"))
-    assert (done.returncode, "cannot read" in done.stderr) == (1, True)
+def test_files_that_cannot_be_used(tmp_path, capsys):
+    def error(file: str, output: str) -> str:
+        assert main(["run-batch", "-i", str(tmp_path / file), "-o", str(tmp_path / output)]) == 1
+        return capsys.readouterr().err
+
+    assert "cannot read" in error("none.jsonl", "out.jsonl")
     (tmp_path / "in.jsonl").write_text("{}")
-    done = run("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "in.jsonl"))
-    assert (done.returncode, "the output is the input" in done.stderr) == (1, True)
+    assert "the output is the input" in error("in.jsonl", "in.jsonl")
     assert (tmp_path / "in.jsonl").read_text() == "{}"

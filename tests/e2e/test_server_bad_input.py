@@ -90,16 +90,7 @@ def other_base(tmp_path):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        rank_above_the_limit,
-        wrong_shapes,
-        no_weights,
-        corrupt_weights,
-        no_config,
-        broken_config,
-        no_folder,
-        other_base,
-    ],
+    [rank_above_the_limit, wrong_shapes, no_weights, corrupt_weights, no_config, broken_config, no_folder, other_base],
 )
 def test_adapters(http, tmp_path, make):
     body = {"lora_name": "bad", "lora_path": str(make(tmp_path))}

@@ -32,22 +32,28 @@ def resized(models, tmp_path_factory):
     return model.eval(), LoRARequest("resized", path=folder)
 
 
-@torch.inference_mode()
-def peft_text(model, prompt, count):
-    options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
-    return model.generate(input_ids=torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+@pytest.fixture(scope="module")
+def peft_texts(resized, prompts):
+    """PEFT's, after two prompts."""
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+    with torch.inference_mode():
+        return [
+            resized[0].generate(input_ids=torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+            for prompt in (PROMPT, prompts[2])
+        ]
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "suffix", "draft_model", "eagle", "medusa"])
-def test_text_equals_peft_with_every_drafter(models, make_engine, run, prompts, greedy, resized, plain_tokens, method):
+def test_text_equals_peft_with_every_drafter(
+    models, make_engine, run, prompts, greedy, resized, peft_texts, plain_tokens, method
+):
     """Drafters that know only the base model's tokens leave these requests alone, and draft for all others."""
-    model, lora = resized
+    _, lora = resized
     engine = make_engine(**LORA, speculative_config=models.speculative(method, 3), max_num_batched_tokens=16)
     others = [(prompts[4], greedy), (prompts[4], greedy, models.lora("a"))]
     found = run(engine, [(PROMPT, greedy, lora), *others, (prompts[2], greedy, lora)])
     texts = [outcome.token_ids for outcome in found]
-    assert texts[0] == peft_text(model, PROMPT, 24)
-    assert texts[3] == peft_text(model, prompts[2], 24)
+    assert [texts[0], texts[3]] == peft_texts
     assert max(texts[0] + texts[3]) >= VOCAB
     assert texts[1:3] == plain_tokens(others)
     drafted = [outcome.speculation is not None and outcome.speculation.num_draft_tokens > 0 for outcome in found]

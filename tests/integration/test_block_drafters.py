@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
-import shutil
 
 import pytest
 import torch
 
-from outrider import LoRARequest, SamplingParams
-from outrider.platform.core.messages import EngineRequest
-
 from ..block_heads import BlockHead
 from ..reference_target import ReferenceTarget
 from .conftest import VOCAB
-
-GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, seed=3, top_k=20, max_tokens=14, ignore_eos=True)
+from .drafted import GREEDY, SCHEDULES, SEEDED, check_draft_weights, check_schedule, counts, serve
 
 
 @pytest.fixture(scope="module")
@@ -37,64 +30,17 @@ def make_head(target, tmp_path):
     return make
 
 
-def serve(engine, jobs, check=lambda request: None):
-    """Tokens of each (prompt, params, adapter); `check` judges the drafts after every step."""
-    outputs = {}
-    for index, (prompt, params, *lora) in enumerate(jobs):
-        outputs[str(index)] = []
-        engine.add_request(EngineRequest(str(index), list(prompt), params, [1], lora=lora[0] if lora else None))
-    while engine.has_work():
-        for delta in engine.step():
-            outputs[delta.request_id] += delta.token_ids
-        for request in engine.scheduler.running:
-            check(request)
-    return list(outputs.values())
-
-
-def counts(engine):
-    entries = [entry.counts for entry in engine.stats().speculation]
-    return sum(c.num_draft_tokens for c in entries), sum(c.num_accepted_tokens for c in entries)
-
-
-SCHEDULES = {
-    "chunks": {"max_num_batched_tokens": 16},
-    "preempted": {"num_gpu_blocks_override": 22, "block_size": 8, "max_model_len": 128, "enable_prefix_caching": False},
-    "swapped": {
-        "num_gpu_blocks_override": 22,
-        "block_size": 8,
-        "max_model_len": 128,
-        "swap_space": 0.01,
-        "preemption_mode": "swap",
-    },
-    "overlapped": {"async_scheduling": True},
-    "small blocks": {"block_size": 4},
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("method", "kind"), [("dflash", "vanilla"), ("dspark", "rnn")])
+@pytest.mark.parametrize(
+    ("method", "kind", "schedule"),
+    [
+        *(("dspark", "rnn", schedule) for schedule in SCHEDULES),
+        *(("dflash", "vanilla", schedule) for schedule in ("chunks", "preempted", "overlapped")),
+    ],
+)
 def test_drafts_are_those_of_the_reference(make_head, make_engine, plain_tokens, prompts, method, kind, schedule):
-    """Twice: the second time from the prefix cache, after requests without drafts too."""
     head, config = make_head(method, kind=kind)
     jobs = [(prompt, params) for prompt in prompts for params in (GREEDY, SEEDED)]
-    silent = [(prompt, params.clone(speculative=False)) for prompt, params in jobs]
-    engine = make_engine(speculative_config=config, **SCHEDULES[schedule])
-    checked = []
-
-    def check(request) -> None:
-        drafts = request.drafts.token_ids
-        if request.params.temperature == 0 and len(drafts) and not request.in_flight and len(checked) < 24:
-            checked.append(len(drafts))
-            head.check_greedy(request.tokens, drafts)
-
-    expected = plain_tokens([(*job, None) for job in jobs])
-    assert serve(engine, silent[::2] + jobs[1::2]) == expected[::2] + expected[1::2]
-    for _ in range(2):
-        assert serve(engine, jobs, check) == expected
-    assert engine.stats().prefix_cache_hits > 0 or schedule == "preempted"
-    assert (engine.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in SCHEDULES[schedule])
-    assert len(checked) > 5 or schedule == "overlapped"
-    assert counts(engine)[0] > 0
+    check_schedule(make_engine(speculative_config=config, **SCHEDULES[schedule]), schedule, head, plain_tokens, jobs)
 
 
 def bigrams(head: BlockHead, model) -> None:
@@ -127,59 +73,13 @@ def test_all_drafts_of_a_perfect_head_are_accepted(models, target, make_engine, 
     assert drafted == accepted > 0
 
 
-def lora_for(head: BlockHead, rank: int, seed: int) -> tuple[dict, BlockHead]:
-    """A LoRA of all projections of a drafter, to be scaled by 1.5, and the drafter with it merged."""
-    generator = torch.Generator().manual_seed(seed)
-    merged, lora = copy.deepcopy(head), {}
-    for name, weight in merged.weights.items():
-        if name.endswith(("_proj.weight", "fc.weight")) and "head" not in name:
-            a = 0.2 * torch.randn(rank, weight.shape[1], generator=generator)
-            b = 0.2 * torch.randn(len(weight), rank, generator=generator)
-            key = f"base_model.model.{name.removesuffix('weight')}"
-            lora |= {f"{key}lora_A.weight": a, f"{key}lora_B.weight": b}
-            weight += 1.5 * b @ a
-    return lora, merged
-
-
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
 def test_adapters_bring_draft_weights(models, make_head, make_engine, plain_tokens, prompts, tmp_path, method):
     """Different ones in one batch; the context's keys and values are those of the adapter's drafter too."""
-    from peft import PeftModel
-    from safetensors.torch import save_file
-
     head, config = make_head(method)
-    merged, requests = {None: head}, {None: None}
-    for name, rank in (("a", 2), ("b", 4), ("c", 0)):
-        folder = tmp_path / name
-        shutil.copytree(models.adapters[name], folder, ignore=shutil.ignore_patterns("draft"))
-        tuned = PeftModel.from_pretrained(models.reference(), models.adapters[name]).merge_and_unload()
-        merged[name] = copy.deepcopy(head)
-        if rank:
-            lora, merged[name] = lora_for(head, rank, rank)
-            nested = folder / "draft" / method
-            nested.mkdir(parents=True)
-            save_file(lora, nested / "adapter_model.safetensors")
-            settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 1.5 * rank}
-            (nested / "adapter_config.json").write_text(json.dumps(settings))
-        merged[name].target = ReferenceTarget(tuned)
-        requests[name] = LoRARequest(name, path=str(folder))
     engine = make_engine(speculative_config=config, enable_lora=True, max_loras=3, max_lora_rank=8)
-    names = [None, "a", "b", "c", "a", "b"]
-    jobs = [(prompt, GREEDY, requests[name]) for prompt, name in zip(prompts, names, strict=True)]
-    checked = []
-
-    def check(request) -> None:
-        name = request.lora.name if request.lora else None
-        if len(request.drafts.token_ids):
-            checked.append(name)
-            merged[name].check_greedy(request.tokens, request.drafts.token_ids)
-
-    plain = [(prompt, GREEDY, models.lora(name)) for prompt, name in zip(prompts, names, strict=True)]
-    for _ in range(2):
-        assert serve(engine, jobs, check) == plain_tokens(plain)
-    assert set(checked) == {None, "a", "b", "c"}
-    assert {info.name: info.draft for info in engine.adapters.list()} == {"a": "loaded", "b": "loaded", "c": ""}
-    own = [name for name in ("a", "b") for prompt in prompts[:1] if _differs(merged[name], head, prompt)]
+    merged = check_draft_weights(models, head, method, engine, plain_tokens, prompts, tmp_path)
+    own = [name for name in ("a", "b") if _differs(merged[name], head, prompts[0])]
     assert own, "the draft weights change what is drafted"
 
 

@@ -86,8 +86,10 @@ def tokens(outcomes):
     return [outcome.token_ids for outcome in outcomes]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "asynchronous"),
+    [*((method, True) for method in METHODS), ("draft_model", False), ("eagle3", False), ("ngram", False)],
+)
 def test_the_text_is_that_without_drafts(models, make_engine, plain_tokens, run, prompts, drafts, method, asynchronous):
     engine = make(make_engine, models, method, async_scheduling=asynchronous, max_num_batched_tokens=40)
     drafts.watch(engine)

@@ -17,11 +17,11 @@ from outrider.platform.core.messages import EngineRequest
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 
-@pytest.fixture
-def alone(models, make_engine, run, prompts, greedy):
+@pytest.fixture(scope="module")
+def alone(models, plain_tokens, prompts):
     """The text of each adapter by itself."""
-    engine = make_engine(**LORA, max_loras=3)
-    return {n: run(engine, [(prompts[1], greedy, models.lora(n))])[0].token_ids for n in (None, "a", "b", "c")}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    return {name: plain_tokens([(prompts[1], params, models.lora(name))])[0] for name in (None, "a", "b", "c")}
 
 
 def test_more_adapters_than_fit_take_turns(models, make_engine, run, prompts, greedy, alone):

@@ -33,13 +33,12 @@ def test_greedy_text_equals_transformers_and_peft_in_a_mixed_batch(models, make_
 
 
 @pytest.mark.parametrize("seed", [None, 11])
-def test_constant_preemption_gives_the_same_tokens(make_engine, run, prompts, seed):
+def test_constant_preemption_gives_the_same_tokens(make_engine, run, plain_tokens, prompts, seed):
     params = SamplingParams(temperature=0 if seed is None else 1.0, seed=seed, max_tokens=40, ignore_eos=True)
-    plenty = run(make_engine(max_model_len=112), [(p, params) for p in prompts])
     tight = make_engine(max_model_len=112, block_size=8, num_gpu_blocks_override=16)
     outcomes = run(tight, [(p, params) for p in prompts])
     assert tight.stats().num_preemptions > 0
-    assert [o.token_ids for o in outcomes] == [o.token_ids for o in plenty]
+    assert [o.token_ids for o in outcomes] == plain_tokens([(p, params) for p in prompts])
 
 
 @pytest.mark.parametrize(
@@ -53,9 +52,9 @@ def test_constant_preemption_gives_the_same_tokens(make_engine, run, prompts, se
         {"scheduling_policy": "priority"},
     ],
 )
-def test_scheduling_never_changes_seeded_text(make_engine, run, prompts, options):
+def test_scheduling_never_changes_seeded_text(make_engine, run, plain_tokens, prompts, options):
     params = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=20)
-    want = [o.token_ids for o in run(make_engine(), [(p, params) for p in prompts])]
+    want = plain_tokens([(p, params) for p in prompts])
     engine = make_engine(**options)
     assert [o.token_ids for o in run(engine, [(p, params) for p in prompts])] == want
     # and again, now from the prefix cache if there is one

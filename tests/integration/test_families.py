@@ -31,6 +31,11 @@ SCHEDULED = (
 )
 """Families that are also served in small chunks and with few blocks: one for each kind of attention, of positions, of
 caches and of states. A run that is recorded has all."""
+LIKE_LLAMA = (
+    *("mistral", "qwen2", "qwen3", "gemma3", "smollm3", "smollm3-window", "olmo2", "olmo3", "exaone4", "ernie4.5"),
+    *("granite", "ministral", "ministral3", "mimo"),
+)
+"""Families whose matrices are those of Llama, and are rounded as Llama's. A run that is recorded rounds all."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""
@@ -55,6 +60,7 @@ class Served:
         lora = LoraConfig(r=4, lora_alpha=3, init_lora_weights=False, **targets)
         self._tuned = get_peft_model(self._base, lora).eval()
         self._tuned.save_pretrained(adapter)
+        self._logits: dict[tuple, torch.Tensor] = {}
         tokens = torch.randint(3, SIZES["vocab_size"], (60,)).tolist()
         prompts = [tokens, tokens[:40] + [5, 6, 7] * 5, [9, 8, 7] * 6, tokens[-1:]]  # no tie of routed experts
         self.jobs = [(p, GREEDY, which) for p in prompts for which in (None, LoRARequest("a", path=adapter))]
@@ -65,11 +71,16 @@ class Served:
         difference of a log probability, of the base model and of the adapter."""
         pairs = list(zip(jobs or self.jobs, outcomes, strict=True))
         with self._tuned.disable_adapter():
-            base = max(self._error(*job, outcome) for (*job, lora), outcome in pairs if lora is None)
-        return [base, max((self._error(*job, outcome) for (*job, lora), outcome in pairs if lora), default=0.0)]
+            base = max(self._error(job, outcome) for job, outcome in pairs if job[2] is None)
+        return [base, max((self._error(job, outcome) for job, outcome in pairs if job[2]), default=0.0)]
 
-    def _error(self, prompt, params, outcome) -> float:
-        logits = self._tuned(torch.tensor([prompt + outcome.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+    def _error(self, job, outcome) -> float:
+        prompt, _, lora = job
+        tokens = prompt + outcome.token_ids[:-1]
+        key = (lora is None, *tokens)
+        if key not in self._logits:  # engines with other options write the same text
+            self._logits[key] = self._tuned(torch.tensor([tokens])).logits[0]
+        logits = self._logits[key][len(prompt) - 1 :]
         assert outcome.token_ids == logits.argmax(-1).tolist()
         theirs = torch.log_softmax(logits, -1).max(-1).values
         ours = torch.tensor([found.logprobs[0] for found in outcome.logprobs])
@@ -80,6 +91,7 @@ class Served:
     def rounded(self) -> Iterator[None]:
         """Round the base model's weights as `quantization="int8"` does: each output of a matrix by itself."""
         kept = {name: parameter.detach().clone() for name, parameter in self._base.named_parameters()}
+        logits, self._logits = self._logits, {}
         try:
             with torch.no_grad():
                 for name, parameter in self._base.named_parameters():
@@ -90,6 +102,7 @@ class Served:
             with torch.no_grad():
                 for name, parameter in self._base.named_parameters():
                     parameter.copy_(kept[name])
+            self._logits = logits
 
     def _inputs_first(self, name: str) -> bool:
         """True for a parameter [in, out], or [experts, in, out]."""
@@ -151,9 +164,11 @@ def check_swap(make_engine, run, served: Served) -> None:
     assert (engine.stats().kv_host_hits > 0) == bool(engine.model.kv_layers)
 
 
-def test_quantised_weights(make_engine, run, served):
+def test_quantised_weights(make_engine, run, served, request):
     """Text of weights that were rounded to int8 while they were loaded is that of transformers with the same rounded
     weights, for the base model and for the adapter. Drafts do not change it."""
+    if request.node.callspec.params["served"] in LIKE_LLAMA and not is_recording():
+        pytest.skip("its matrices are rounded as Llama's")
     # If the adapter's file has a copy of the table, that copy is not rounded.
     jobs = served.jobs[::2] if served.saves_embeddings else served.jobs
     speculation = {"method": "ngram", "num_speculative_tokens": 4}

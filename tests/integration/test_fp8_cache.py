@@ -34,8 +34,17 @@ def jobs(models, prompts):
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 27}, {"async_scheduling": True}], ids=str)
-@pytest.mark.parametrize("method", [None, "ngram", "draft_model", "eagle", "eagle3", "medusa", "dflash", "dspark"])
+CHUNKS, OVERLAP = {"max_num_batched_tokens": 27}, {"async_scheduling": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *((method, options) for method in (None, "draft_model", "eagle3") for options in ({}, CHUNKS, OVERLAP)),
+        *(("ngram", CHUNKS), ("eagle", CHUNKS), ("medusa", OVERLAP), ("dflash", CHUNKS), ("dspark", OVERLAP)),
+    ],
+    ids=str,
+)
 def test_text_is_the_same_with_speculation_adapters_and_chunks(
     models, make_engine, run, prompts, texts, method, options
 ):

@@ -39,22 +39,24 @@ def overflowing(models, tmp_path_factory):
     return LoRARequest("overflowing", path=str(folder))
 
 
-@pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_a_row_without_allowed_tokens_ends_the_text_at_the_same_token(models, make_engine, run, method, manner):
+def test_a_row_without_allowed_tokens_ends_the_text_at_the_same_token(models, make_engine, run, method):
     """Only token 5 is allowed and three in a row are not: two tokens, then the error. Others continue."""
     hard = {"allowed_token_ids": [5], "bad_words_token_ids": [[5, 5, 5]], "ignore_eos": True}
-    params = [
-        SamplingParams(max_tokens=8, logprobs=1, **hard, **MANNERS[manner]),
-        SamplingParams(max_tokens=2, **hard, **MANNERS[manner]),  # ends in time
-        SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
-    ]
-    jobs = [([5] * 6, p) for p in params] + [([5, 9], params[0])]
+    jobs = []
+    for manner in MANNERS.values():
+        params = [
+            SamplingParams(max_tokens=8, logprobs=1, **hard, **manner),
+            SamplingParams(max_tokens=2, **hard, **manner),  # ends in time
+            SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
+        ]
+        jobs += [*(([5] * 6, p) for p in params), ([5, 9], params[0])]
     want = [outcome(got) for got in run(make_engine(), jobs)]
-    assert [w[0] for w in want[:2]] == [[5, 5], [5, 5]]
     message = NO_TOKEN.format("allowed_token_ids, bad_words")
-    assert (want[0][2].message, want[0][2].param, want[0][2].type) == (message, "allowed_token_ids", "BadRequestError")
-    assert (want[1][1], len(want[2][0])) == ("length", 8)
+    for cut, ended, free in zip(want[::4], want[1::4], want[2::4], strict=True):
+        assert cut[0] == ended[0] == [5, 5]
+        assert (cut[2].message, cut[2].param, cut[2].type) == (message, "allowed_token_ids", "BadRequestError")
+        assert (ended[1], len(free[0])) == ("length", 8)
     for k in (1, 2, 5):
         drafted = make_engine(speculative_config=models.speculative(method, k))
         assert [outcome(got) for got in run(drafted, jobs)] == want, k
@@ -83,30 +85,28 @@ def test_min_tokens_suppresses_stop_token_ids(plain_engine, run):
     assert found == [([102, 102, 101], "stop"), ([101] * 4, "length")]
 
 
-@pytest.mark.parametrize("place", [1, 2, 3, 4])
-@pytest.mark.parametrize("manner", ["greedy", "seeded"])
-def test_result_ends_at_an_empty_row_among_accepted_drafts(models, make_engine, run, manner, place):
-    """The target drafts for itself, so all drafts are right; nothing may follow the token at `place` of its text."""
-    params = SamplingParams(max_tokens=12, ignore_eos=True, **MANNERS[manner])
-    prompt = [9, 4, 7, 11, 30]
-    plain = make_engine()
-    free = run(plain, [(prompt, params)])[0].token_ids
-    last = free[place]
-    cut = params.clone(bad_words_token_ids=[[last, token] for token in range(VOCAB)], logprobs=1)
-    want = outcome(run(plain, [(prompt, cut)])[0])
-    assert want[0] == free[: free.index(last) + 1]
-    assert (want[2].message, want[2].param) == (NO_TOKEN.format("bad_words"), "bad_words")
+def test_result_ends_at_an_empty_row_among_accepted_drafts(models, make_engine, run):
+    """The target drafts for itself, so all drafts are right; nothing may follow the token at some place of its text."""
+    prompt, plain, jobs, want = [9, 4, 7, 11, 30], make_engine(), [], []
+    for manner in ("greedy", "seeded"):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, **MANNERS[manner])
+        jobs.append((prompt, params))
+        want.append(outcome(run(plain, [(prompt, params)])[0]))
+        free = want[-1][0]
+        for last in free[1:5]:
+            cut = params.clone(bad_words_token_ids=[[last, token] for token in range(VOCAB)], logprobs=1)
+            jobs.append((prompt, cut))
+            want.append(outcome(run(plain, [(prompt, cut)])[0]))
+            assert want[-1][0] == free[: free.index(last) + 1]
+            assert (want[-1][2].message, want[-1][2].param) == (NO_TOKEN.format("bad_words"), "bad_words")
     itself = {"method": "draft_model", "model": str(models.target)}
     for k in (1, 2, 3, 6):
-        engine = make_engine(speculative_config=itself | {"num_speculative_tokens": k})
-        got, other = run(engine, [(prompt, cut), (prompt, params)])
-        assert outcome(got) == want
-        assert other.token_ids == free
-        assert max(len(delta) for delta in other.deltas) == k + 1
+        found = run(make_engine(speculative_config=itself | {"num_speculative_tokens": k}), jobs)
+        assert [outcome(got) for got in found] == want, k
+        assert [max(len(delta) for delta in whole.deltas) for whole in found[::5]] == [k + 1] * 2
 
 
-@pytest.mark.parametrize("manner", MANNERS)
-def test_edits_that_empty_the_first_row_fail_one_request(make_engine, run, prompts, greedy, manner):
+def test_edits_that_empty_the_first_row_fail_one_request(make_engine, run, prompts, greedy):
     engine = make_engine()
     cases = [
         ({"allowed_token_ids": [1], "min_tokens": 2}, "allowed_token_ids, min_tokens"),
@@ -114,25 +114,26 @@ def test_edits_that_empty_the_first_row_fail_one_request(make_engine, run, promp
         ({"bad_words_token_ids": [[t] for t in range(VOCAB)]}, "bad_words"),
         ({"stop_token_ids": list(range(VOCAB)), "min_tokens": 1}, "min_tokens"),
     ]
-    jobs = [(prompts[0], SamplingParams(max_tokens=5, **case, **MANNERS[manner])) for case, _ in cases]
-    *failed, good = run(engine, [*jobs, (prompts[1], greedy)])
-    found = [(got.error.message, got.error.param) for got in failed]
-    assert found == [(NO_TOKEN.format(names), names.partition(",")[0]) for _, names in cases]
-    assert all(got.token_ids == [] for got in failed)
-    assert good.token_ids == run(engine, [(prompts[1], greedy)])[0].token_ids
+    alone = run(engine, [(prompts[1], greedy)])[0].token_ids
+    for manner in MANNERS.values():
+        jobs = [(prompts[0], SamplingParams(max_tokens=5, **case, **manner)) for case, _ in cases]
+        *failed, good = run(engine, [*jobs, (prompts[1], greedy)])
+        found = [(got.error.message, got.error.param) for got in failed]
+        assert found == [(NO_TOKEN.format(names), names.partition(",")[0]) for _, names in cases]
+        assert all(got.token_ids == [] for got in failed)
+        assert good.token_ids == alone
 
 
-@pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
 def test_an_adapter_that_overflows_fails_its_own_requests(
-    models, make_engine, run, prompts, greedy, overflowing, method, manner
+    models, make_engine, run, prompts, greedy, overflowing, method
 ):
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     engine = make_engine(speculative_config=models.speculative(method, 3), **options)
-    bad = SamplingParams(max_tokens=5, logprobs=2, **MANNERS[manner])
+    bad = [SamplingParams(max_tokens=5, logprobs=2, **manner) for manner in MANNERS.values()]
     told = SamplingParams(max_tokens=5, prompt_logprobs=1, temperature=0)
     masked = SamplingParams(max_tokens=5, allowed_token_ids=[7], temperature=0)
-    jobs = [(prompts[1], greedy), *((prompts[2], p, overflowing) for p in (bad, told, masked)), (prompts[3], greedy)]
+    jobs = [(prompts[1], greedy), *((prompts[2], p, overflowing) for p in (*bad, told, masked)), (prompts[3], greedy)]
     first, *failed, last = run(engine, jobs)
     for got in failed:
         assert (got.token_ids, got.logprobs, got.prompt_logprobs) == ([], [], None)

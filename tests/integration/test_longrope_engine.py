@@ -34,27 +34,25 @@ def folder(models, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(folder):
-    """wanted(prompt, count) -> greedy tokens of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def wanted(prompt: list[int], count: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        model.generation_config.eos_token_id = None
-        return model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)[
-            0, len(prompt) :
-        ].tolist()
-
-    return wanted
-
-
-@pytest.fixture(scope="module")
 def texts():
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, 160, (90,), generator=generator).tolist()
     # One prompt continues another, and all share their first blocks: within the original context, at its end, beyond.
     return [tokens[:n] for n in (20, 36, ORIGINAL, ORIGINAL + 1, 90)] + [[5, 6, 7, 8] * 9, [5, 6, 7, 8] * 14]
+
+
+@pytest.fixture(scope="module")
+def wanted(folder, texts):
+    """Greedy tokens of transformers after each text."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    def continued(text: list[int]) -> list[int]:
+        ids = torch.tensor([text])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+        return model.generate(ids, **options)[0, len(text) :].tolist()
+
+    return [continued(text) for text in texts]
 
 
 @pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
@@ -64,7 +62,7 @@ def test_text_is_that_of_transformers(models, folder, wanted, texts, make_engine
     jobs = [(text, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)) for text in texts]
     for _ in range(2):  # again, from the prefix cache
         outcomes = run(engine, jobs)
-        assert [outcome.token_ids for outcome in outcomes] == [wanted(text, 16) for text in texts]
+        assert [outcome.token_ids for outcome in outcomes] == wanted
     assert min(outcome.num_cached_tokens for outcome in outcomes) > 0
 
 

@@ -37,14 +37,18 @@ def checkpoints(tmp_path_factory):
     return cache(lambda name, exact=False: Checkpoint(tmp_path_factory.mktemp(name), LAYOUTS[name], exact=exact))
 
 
+def build_engine(folder, **options) -> EngineCore:
+    values = {"model": str(folder), "dtype": "float32", "max_model_len": 96, "max_num_seqs": 6, "block_size": 8}
+    return EngineCore(EngineArgs(**(values | options)))
+
+
 @pytest.fixture
 def make_engine():
     """Engines that are checked and shut down at the end of the test."""
     engines = []
 
     def make(folder, **options):
-        values = {"model": str(folder), "dtype": "float32", "max_model_len": 96, "max_num_seqs": 6, "block_size": 8}
-        engines.append(EngineCore(EngineArgs(**(values | options))))
+        engines.append(build_engine(folder, **options))
         return engines[-1]
 
     yield make
@@ -80,11 +84,25 @@ def counts(engine: EngineCore) -> tuple[int, int]:
     return sum(c.num_draft_tokens for c in entries), sum(c.num_accepted_tokens for c in entries)
 
 
+@pytest.fixture(scope="module")
+def plain_texts():
+    """plain_texts(folder) -> the texts of `JOBS` without drafts, made once."""
+
+    @cache
+    def plain_texts(folder):
+        engine = build_engine(folder)
+        texts = serve(engine, JOBS)
+        engine.shutdown()
+        return texts
+
+    return plain_texts
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_drafts_are_those_of_the_reference_and_change_no_text(checkpoints, make_engine, name):
+def test_drafts_are_those_of_the_reference_and_change_no_text(checkpoints, make_engine, plain_texts, name):
     """Twice: the second time prompts come from the prefix cache, with the KV and the hidden states of the head."""
     checkpoint = checkpoints(name)
-    expected = serve(make_engine(checkpoint.folder), JOBS)
+    expected = plain_texts(checkpoint.folder)
     engine = make_engine(checkpoint.folder, speculative_config=MTP, max_num_batched_tokens=48)
     checked: list[int] = []
 
@@ -130,10 +148,10 @@ def test_all_drafts_of_a_perfect_head_are_accepted(monkeypatch, checkpoints, mak
     ],
     ids=["preempted", "overlapped", "swapped", "divided"],
 )
-def test_scheduling_of_a_hybrid_model_changes_no_text(checkpoints, make_engine, options, monkeypatch):
-    ranks_as_threads(monkeypatch)
+def test_scheduling_of_a_hybrid_model_changes_no_text(checkpoints, make_engine, plain_texts, options, monkeypatch):
     folder = checkpoints("qwen3.5").folder
-    expected = serve(make_engine(folder), JOBS)
+    expected = plain_texts(folder)
+    ranks_as_threads(monkeypatch)
     engine = make_engine(folder, speculative_config=MTP, **options)
     assert serve(engine, JOBS) == expected
     assert serve(engine, JOBS) == expected

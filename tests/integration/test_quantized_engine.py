@@ -70,10 +70,7 @@ def test_adapters_are_pefts_on_the_dequantised_model(make_engine, run, prompts, 
         assert float((logits.amax(1) - chosen).max()) < 1e-3
 
 
-@pytest.mark.parametrize(
-    ("method", "kind"),
-    [("eagle3", "gptq-row"), ("dflash", "fp8-blocks"), ("dspark", "ct-w8a8")],
-)
+@pytest.mark.parametrize(("method", "kind"), [("eagle3", "gptq-row"), ("dflash", "fp8-blocks"), ("dspark", "ct-w8a8")])
 def test_a_quantised_head(make_engine, models, run, jobs, greedy, tmp_path, method, kind):
     """A head whose file is quantised drafts as one with the same dense weights."""
     head, packed = models.head(method), tmp_path / "head"

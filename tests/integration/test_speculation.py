@@ -130,11 +130,18 @@ def test_scheduling_and_speculation_together(models, make_engine, same_text, met
     assert (drafted.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in options)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_logprobs_do_not_depend_on_speculation(models, make_engine, run, jobs, method):
+@pytest.fixture(scope="module")
+def scored(plain_engine, run, prompts):
+    """Jobs that want log-probabilities, and their outcomes without speculation."""
     params = SamplingParams(temperature=0.8, seed=6, max_tokens=16, logprobs=3, prompt_logprobs=1)
-    want = run(make_engine(), jobs(params, False))
-    got = run(make_engine(speculative_config=models.speculative(method, 3)), jobs(params, False))
+    jobs = [(prompt, params) for prompt in prompts]
+    return jobs, run(plain_engine, jobs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logprobs_do_not_depend_on_speculation(models, make_engine, run, scored, method):
+    jobs, want = scored
+    got = run(make_engine(speculative_config=models.speculative(method, 3)), jobs)
     for one, other in zip(got, want, strict=True):
         assert [e.token_ids for e in one.logprobs] == [e.token_ids for e in other.logprobs]
         assert [e.rank for e in one.logprobs] == [e.rank for e in other.logprobs]

@@ -45,12 +45,14 @@ ADAPTERS = [None, "json", "bare"]
 """None, one with draft weights, and the same one without."""
 SPECULATION = {
     "off": None,
+    "eagle3": {"method": "eagle3", "model": str(demo_model_path().parent / "eagle3"), "num_speculative_tokens": 3},
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False},
     "suffix": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False},
     "adaptive": {"method": "ngram"},
     "draft_model": {"method": "draft_model", "model": str(demo_model_path().parent / "draft")},
-    "eagle3": {"method": "eagle3", "model": str(demo_model_path().parent / "eagle3"), "num_speculative_tokens": 3},
 }
+FEW = pytest.mark.parametrize("llm", list(SPECULATION)[:3], indirect=True)
+"""For what hardly depends on the drafter: none, one of networks, and prompt lookup."""
 
 
 @pytest.fixture(scope="module", params=SPECULATION)
@@ -122,6 +124,7 @@ def test_other_parameters_combine(llm):
     assert llm.generate([PROMPTS[0]] * 2, wanted, use_tqdm=False)[0].outputs[0].text == free
 
 
+@FEW
 def test_ignore_eos_after_the_grammars_end_gives_only_end_tokens(llm):
     wanted = params({"regex": "(ab){2}"}, ignore_eos=True, max_tokens=24)
     output = llm.generate("Hello", wanted, use_tqdm=False)[0].outputs[0]
@@ -130,6 +133,7 @@ def test_ignore_eos_after_the_grammars_end_gives_only_end_tokens(llm):
     assert len(set(output.token_ids[-18:])) == 1
 
 
+@FEW
 def test_a_request_without_an_allowed_token_is_an_error_of_that_request(llm):
     banned = params(
         {"choice": ["yes"]}, allowed_token_ids=[llm.get_tokenizer().encode("Q", add_special_tokens=False)[0]]
@@ -141,6 +145,7 @@ def test_a_request_without_an_allowed_token_is_an_error_of_that_request(llm):
     assert llm.generate("x", params({"choice": ["fine"]}), use_tqdm=False)[0].outputs[0].text == "fine"
 
 
+@FEW
 def test_a_grammar_that_becomes_too_complex_is_an_error(llm):
     rules = [f'r{index}: "x" r{index} | "y" r{index} | "w"' for index in range(1000)]
     grammar = "\n".join([f'start: "z" ({" | ".join(f"r{index}" for index in range(1000))})', *rules])
@@ -224,6 +229,7 @@ def test_tokens_without_a_choice_need_fewer_steps():
     engine.shutdown()
 
 
+@FEW
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "order"}}])
 def test_forced_calls_of_tools_fit_their_schemas(llm, choice):
     forced = parse_tool_choice(Body(TOOLS, choice))

@@ -16,7 +16,7 @@ from outrider.spec_decode.drafters.uno import noise_token
 from ..tiny_families import FAMILIES, build
 from ..uno_reference import UnoReference
 from .conftest import TARGETS, VOCAB
-from .test_block_drafters import GREEDY, SCHEDULES, SEEDED, counts, serve
+from .drafted import GREEDY, SCHEDULES, SEEDED, check_batch, check_schedule, counts, serve
 
 K = 4
 
@@ -50,25 +50,10 @@ def noise(stop: int):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_drafts_are_those_of_the_reference(models, folder, make_engine, plain_tokens, prompts, schedule):
-    """Twice: the second time from the prefix cache, after requests without drafts too."""
     reference = UnoReference(models.reference(), merged(models, folder), noise(VOCAB))
     jobs = [(prompt, params) for prompt in prompts for params in (GREEDY, SEEDED)]
-    silent = [(prompt, params.clone(speculative=False)) for prompt, params in jobs]
     engine = make_engine(speculative_config=speculative(folder), **SCHEDULES[schedule])
-    checked = []
-
-    def check(request) -> None:
-        drafts = request.drafts.token_ids
-        if request.params.temperature == 0 and len(drafts) and not request.in_flight and len(checked) < 24:
-            checked.append(len(drafts))
-            reference.check_greedy(request.tokens, drafts)
-
-    expected = plain_tokens([(*job, None) for job in jobs])
-    assert serve(engine, silent[::2] + jobs[1::2]) == expected[::2] + expected[1::2]
-    for _ in range(2):
-        assert serve(engine, jobs, check) == expected
-    assert engine.stats().prefix_cache_hits > 0 or schedule == "preempted"
-    assert (engine.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in SCHEDULES[schedule])
+    checked = check_schedule(engine, schedule, reference, plain_tokens, jobs)
     assert max(checked, default=0) == K or schedule == "overlapped"
     drafted, accepted = counts(engine)
     assert 0 < accepted < drafted
@@ -84,20 +69,8 @@ def test_each_adapter_drafts_with_its_own_weights_or_the_bases(models, folder, m
         reads_noise = merged(models, own) if own.exists() else drafter
         reference[name] = UnoReference(merged(models, models.adapters[name]), reads_noise, noise(VOCAB))
     engine = make_engine(speculative_config=speculative(folder), enable_lora=True, max_loras=3, max_lora_rank=8)
-    names = [None, "a", "b", "c", "a", "b"]
-    jobs = [(prompt, GREEDY, models.lora(name)) for prompt, name in zip(prompts, names, strict=True)]
-    checked = []
-
-    def check(request) -> None:
-        name = request.lora.name if request.lora else None
-        if len(request.drafts.token_ids):
-            checked.append((name, len(request.drafts.token_ids)))
-            reference[name].check_greedy(request.tokens, request.drafts.token_ids)
-
-    for _ in range(2):
-        assert serve(engine, jobs, check) == plain_tokens(jobs)
+    checked = check_batch(engine, reference, plain_tokens, prompts, models.lora, models.lora)
     assert {(name, K) for name in reference} <= set(checked)
-    assert {info.name: info.draft for info in engine.adapters.list()} == {"a": "loaded", "b": "loaded", "c": ""}
     assert engine.stats().prefix_cache_hits > 0
     with_base = UnoReference(reference["a"].model, drafter, noise(VOCAB))
     found = [one.logits(prompts[1], K).argmax(-1).tolist() for one in (reference["a"], with_base)]

@@ -67,10 +67,7 @@ def test_several_adapters_in_an_engine_that_is_stepped():
 
 
 def test_chat(llm):
-    conversation = [
-        {"role": "system", "content": "You are a helpful assistant"},
-        {"role": "user", "content": SENTENCE},
-    ]
+    conversation = [{"role": "system", "content": "You are a helpful assistant"}, {"role": "user", "content": SENTENCE}]
     sampling_params = SamplingParams(temperature=0.0, max_tokens=64)
     lora = adapter("json", 1)
     [output] = llm.chat(conversation, sampling_params, lora_request=lora, use_tqdm=False)

@@ -11,12 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters, demo_eagle3_path, demo_model_path
-from outrider.platform.core.errors import (
-    AsleepError,
-    InvalidRequestError,
-    InvalidUserInputError,
-    NotFoundError,
-)
+from outrider.platform.core.errors import AsleepError, InvalidRequestError, InvalidUserInputError, NotFoundError
 from outrider.platform.core.weight_source import SHARED_MEMORY
 from outrider.platform.engine.executor import rank_process
 from outrider.platform.engine.memory.cache_events import CacheEvents

@@ -130,11 +130,7 @@ CONFIGS = {
     "qwen": {"qkv_bias": True, "qk_norm": True},
     "biases, gelu": {"o_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"},
 }
-MIXES: list[list[bytes | None]] = [
-    [None] * 4,
-    [b"wide"] * 4,
-    [b"narrow", None, b"wide", b"narrow"],
-]
+MIXES: list[list[bytes | None]] = [[None] * 4, [b"wide"] * 4, [b"narrow", None, b"wide", b"narrow"]]
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=["base", "one", "several"])

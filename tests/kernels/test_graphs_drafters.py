@@ -196,11 +196,7 @@ def make_pair(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
 
 
 @pytest.mark.parametrize("method", sorted(FILES))
-@pytest.mark.parametrize(
-    "params",
-    [[GREEDY] * 3, [GREEDY, BIASED, SEEDED, SAMPLED]],
-    ids=["greedy", "mixed"],
-)
+@pytest.mark.parametrize("params", [[GREEDY] * 3, [GREEDY, BIASED, SEEDED, SAMPLED]], ids=["greedy", "mixed"])
 def test_drafts_are_the_same(make_pair: Callable[..., Pair], method: str, params: list[SamplingParams]) -> None:
     """Rows that want different numbers, and padding; many replays of what was captured for other rows."""
     pair, rng = make_pair(method), random.Random(1)

@@ -159,8 +159,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(
-    ("rows", "window", "dtype"),
-    pairwise(STEPS, [None, 13, Chunks(13), WholeRow()], [torch.float32, torch.bfloat16]),
+    ("rows", "window", "dtype"), pairwise(STEPS, [None, 13, Chunks(13), WholeRow()], [torch.float32, torch.bfloat16])
 )
 @pytest.mark.parametrize("name", BACKENDS)
 def test_shapes_of_a_step(name, rows, window, dtype) -> None:

@@ -250,12 +250,7 @@ NEIGHBOURS = AttentionOptions(rotary_dim=20, interleaved=True)
     ],
 )
 def test_attention_of_a_projection_is_that_of_torch(
-    device: str,
-    rows: list[tuple[int, int]],
-    shape: Shape,
-    dtype: torch.dtype,
-    qk_norm: bool,
-    options: AttentionOptions,
+    device: str, rows: list[tuple[int, int]], shape: Shape, dtype: torch.dtype, qk_norm: bool, options: AttentionOptions
 ) -> None:
     inputs = make_inputs(rows, shape, dtype, "cpu")
     qkv, rotation = make_projection(len(inputs.positions), shape, dtype, options.rotary_dim)

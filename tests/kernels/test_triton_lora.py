@@ -14,6 +14,8 @@ from outrider.kernels.lora import device_rows as kernel
 from outrider.kernels.lora.groups import ENTRY, HEADER, SMALL_STEP, GroupBuffer, RowGroups, Segment
 from outrider.kernels.lora.triton import MAX_SPLITS, split_inputs
 
+from ..pairwise import pairwise
+
 # float16: values between shrink and expand, and the result, are rounded to eleven bits; sums of some ten of them.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -57,9 +59,7 @@ class Pool:
         torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
 
 
-@DTYPES
-@pytest.mark.parametrize("rank", [1, 3, 8, 16, 17, 64])
-@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize(("rank", "num_tokens", "dtype"), pairwise([1, 3, 8, 16, 17, 64], [1, 5], TOLERANCE))
 def test_one_adapter(rank: int, num_tokens: int, dtype: torch.dtype, device: str) -> None:
     Pool(70, 72, [40], dtype, device).check(num_tokens, [(0, num_tokens, range(2, 2 + rank))])
 
@@ -170,9 +170,7 @@ def test_token_bits_do_not_depend_on_the_batch(device: str) -> None:
     assert torch.equal(alone[2], among[2])
 
 
-@DTYPES
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(("with_bias", "with_residual", "dtype"), pairwise([False, True], [False, True], TOLERANCE))
 def test_gains(with_bias: bool, with_residual: bool, dtype: torch.dtype, device: str) -> None:
     wide = torch.randn(5, 1500, device=device).to(dtype)
     y, excess = wide[:, 100:1200], torch.randn(3, 1100, device=device).to(dtype)
@@ -270,12 +268,7 @@ def test_groups_pad_nothing() -> None:
     num_tiles, num_items, items, order, rows = values[:5]
     tiles = [values[HEADER + ENTRY * index :][:6] for index in range(num_tiles)]
     # Rows [2, 7] with three tokens, row 5 with one, and twenty rows with twenty tokens in two tiles.
-    assert tiles == [
-        [0, 3, 0, 2, 0, 2],
-        [3, 1, 2, 1, 6, 1],
-        [4, 16, 3, 20, 7, 20],
-        [20, 4, 3, 20, 7 + 16 * 20, 20],
-    ]
+    assert tiles == [[0, 3, 0, 2, 0, 2], [3, 1, 2, 1, 6, 1], [4, 16, 3, 20, 7, 20], [20, 4, 3, 20, 7 + 16 * 20, 20]]
     assert [values[items + ENTRY * index :][:6] for index in range(num_items)][3:] == [
         [4, 16, 19, 4, 23, 20],
         [20, 4, 3, 16, 327, 20],

@@ -35,7 +35,7 @@ def compare(rows: Rows, shape, dtype, norm, device) -> None:
     torch.testing.assert_close(case.states.double(), states, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "dtype", "shape"), pairwise(PASSES, TOLERANCE, [(3, 6, 10, 12), (1, 2, 32, 40)]))
+@pytest.mark.parametrize(("name", "dtype", "shape"), pairwise(PASSES, TOLERANCE, [(2, 4, 10, 12), (1, 2, 32, 40)]))
 def test_mamba2(name, shape, dtype, device):
     compare(PASSES[name], shape, dtype, "after_gate", device)
 

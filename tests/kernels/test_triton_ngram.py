@@ -13,6 +13,8 @@ from outrider.kernels.ngram import Rows, TokenBuffers
 from outrider.kernels.ngram import torch as reference
 from outrider.kernels.ngram import triton as kernels
 
+from ..pairwise import pairwise
+
 PATHS = pytest.mark.parametrize("path", [reference, kernels], ids=["torch", "triton"])
 
 
@@ -51,11 +53,11 @@ class Texts:
         return Rows(*(torch.tensor(x, dtype=torch.int64, device=self.device) for x in (places, generated, accepted)))
 
 
-@PATHS
-@pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 5), (2, 3), (4, 4)])
-@pytest.mark.parametrize("vocab", [2, 5, 40])
-def test_steps_of_growing_texts(device: str, path: object, min_n: int, max_n: int, vocab: int) -> None:
-    rng = random.Random(vocab)
+@pytest.mark.parametrize(
+    ("lengths", "vocab", "path"), pairwise([(1, 1), (1, 5), (2, 3), (4, 4)], [2, 5, 40], [reference, kernels])
+)
+def test_steps_of_growing_texts(device: str, path: object, lengths: tuple[int, int], vocab: int) -> None:
+    rng, (min_n, max_n) = random.Random(vocab), lengths
     texts = Texts(device, 4, 400)
     for slot, length in ((3, 2), (0, 60), (1, 1)):
         texts.write(slot, [rng.randrange(vocab) for _ in range(length)])

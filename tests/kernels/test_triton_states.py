@@ -29,8 +29,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "shape", "is_kimi"),
-    pairwise(PASSES, TOLERANCE, [(2, 4, 12, 10), (1, 2, 72, 40)], [False, True]),
+    ("name", "dtype", "shape", "is_kimi"), pairwise(PASSES, TOLERANCE, [(2, 4, 12, 10), (1, 2, 72, 40)], [False, True])
 )
 def test_delta_net(name, shape, dtype, is_kimi, device):
     check_net(PASSES[name], shape, dtype, device, is_kimi)

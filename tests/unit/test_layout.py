@@ -232,14 +232,6 @@ def test_core_modules_import_no_torch(repo_root, tmp_path):
     assert run_python(code, tmp_path) == "False"
 
 
-def test_llm_needs_no_web_stack(repo_root, tmp_path):
-    if not (repo_root / "platform" / "client" / "llm.py").exists():
-        pytest.skip("outrider.LLM is not written yet")
-    web = "fastapi starlette uvicorn zmq msgspec prometheus_client sqlalchemy".split()
-    code = f"from outrider import LLM; import sys; print(*sys.modules.keys() & {set(web)})"
-    assert run_python(code, tmp_path) == ""
-
-
 @pytest.mark.slow
 def test_public_names_need_no_web_stack(tmp_path):
     """All but AsyncLLM, which speaks to its engine process."""

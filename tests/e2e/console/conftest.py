@@ -112,7 +112,7 @@ def open_tab(browser) -> Iterator[Callable[..., Console]]:
     assert [complaint for tab in tabs for complaint in tab.complaints] == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     """Sources from which adapters may be loaded: one, "extra"."""
     folder = tmp_path_factory.mktemp("console")
@@ -120,28 +120,26 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def admin_key() -> str:
     return "the-operators-key-of-the-test"
 
 
-@pytest.fixture(scope="module")
-def tenants(browser, start_server, fixed_drafts, folder, admin_key):
+@pytest.fixture(scope="session")
+def tenants(start_shared, fixed_drafts, folder, admin_key):
     """A server with a database."""
     options = ["--database", f"sqlite:///{folder}/outrider.db", "--admin-api-key", admin_key]
-    server = start_server(*fixed_drafts, *options, "--lora-root", str(folder))
-    yield server
-    server.stop()
+    return start_shared(*fixed_drafts, *options, "--lora-root", str(folder))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def api(tenants, admin_key) -> Iterator[httpx.Client]:
     """An operator, without a browser."""
     with tenants.http(headers={"Authorization": f"Bearer {admin_key}"}) as http:
         yield http
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def user_key(api) -> str:
     """Key of the tenant acme, which may only generate."""
     limits = {"requests_per_minute": 600, "max_output_tokens": 500, "token_budget": 10_000, "budget_period": "day"}

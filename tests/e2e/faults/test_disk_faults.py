@@ -115,9 +115,7 @@ def test_disk_full_for_journal_and_database(server, accounts, full_disk, load, o
     with server.http(headers=headers) as http, full_disk(psutil.Process(server.process.pid), (1 << 17) - 1):
         for number in range(600):
             answer = http.post(
-                "/v1/completions",
-                json={"prompt": "All", "max_tokens": 1},
-                headers={"X-Request-Id": f"full-{number}"},
+                "/v1/completions", json={"prompt": "All", "max_tokens": 1}, headers={"X-Request-Id": f"full-{number}"}
             )
             if answer.status_code != 200:
                 refused = answer

@@ -68,11 +68,7 @@ def test_only_the_metrics_asked_for():
 
 def test_acceptance_is_defined_as_everywhere():
     found = acceptance(SpeculationCounts(10, 40, 16, [8, 5, 2, 1]))
-    assert found == {
-        "acceptance_rate": 0.4,
-        "acceptance_length": 2.6,
-        "acceptance_per_position": [0.8, 0.5, 0.2, 0.1],
-    }
+    assert found == {"acceptance_rate": 0.4, "acceptance_length": 2.6, "acceptance_per_position": [0.8, 0.5, 0.2, 0.1]}
     assert acceptance(SpeculationCounts()) == {}
 
 

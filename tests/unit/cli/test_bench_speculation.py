@@ -27,11 +27,7 @@ def test_off_is_always_there_and_first():
 
 @pytest.mark.parametrize(
     ("models", "base"),
-    [
-        ({}, "ngram"),
-        ({"draft_model": "d"}, "draft_model"),
-        ({"draft_model": "d", "eagle3": "e"}, "eagle3"),
-    ],
+    [({}, "ngram"), ({"draft_model": "d"}, "draft_model"), ({"draft_model": "d", "eagle3": "e"}, "eagle3")],
 )
 def test_adaptive_has_one_of_the_drafters_that_are_there(models, base):
     mode = make_modes(["adaptive"], models, 5)[1]

@@ -108,11 +108,7 @@ def test_nothing_is_suggested_that_is_not_close(capsys, line):
             "speculative_config",
             {"method": "ngram", "num_speculative_tokens": 3},
         ),
-        (
-            "--spec-method ngram --spec-tokens 3",
-            "speculative_config",
-            {"method": "ngram", "num_speculative_tokens": 3},
-        ),
+        ("--spec-method ngram --spec-tokens 3", "speculative_config", {"method": "ngram", "num_speculative_tokens": 3}),
     ],
 )
 def test_vllms_spellings_of_engine_options(line, option, value):

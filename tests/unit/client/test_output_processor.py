@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from outrider.platform.client.input_processor import InputProcessor
 from outrider.platform.client.output_processor import OutputProcessor, RequestState
 from outrider.platform.core.config import EngineArgs
-from outrider.platform.core.errors import (
-    AdapterError,
-    EngineDeadError,
-    ErrorInfo,
-    InvalidRequestError,
-    OutriderError,
-)
+from outrider.platform.core.errors import AdapterError, EngineDeadError, ErrorInfo, InvalidRequestError, OutriderError
 from outrider.platform.core.messages import PromptTable, SpeculationCounts, TokenDelta, TokenLogprobs
 from outrider.platform.core.outputs import RequestMetrics
 from outrider.platform.core.sampling_params import SamplingParams
@@ -281,7 +275,7 @@ def test_marks_stay_with_their_tokens_when_text_is_held_back(processor: OutputPr
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     takes=st.lists(st.booleans(), min_size=1, max_size=7),
 )
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_deltas_add_up_however_they_are_taken(
     tokenizer: Any, tokens: list[int], sizes: list[int], takes: list[bool]
 ) -> None:

@@ -228,10 +228,7 @@ def test_speculative_defaults():
         ({"method": "ngram", "num_speculative_tokens": 4}, False),
         ({"method": "ngram", "num_speculative_tokens": 4, "adaptive": True}, True),
         ({"method": "ngram", "adaptive": False}, False),
-        (
-            {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.2]},
-            False,
-        ),
+        ({"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.2]}, False),
     ],
 )
 def test_a_number_of_drafts_that_is_given_is_fixed(config, adaptive):

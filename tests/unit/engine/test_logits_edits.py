@@ -64,7 +64,7 @@ tokens_strategy = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(params_strategy, tokens_strategy, tokens_strategy), min_size=1, max_size=4), st.integers(0, 99)
 )

@@ -88,9 +88,7 @@ def test_the_cache_gets_the_memory_that_buffers_leave(
     meter, on_gpu = Meter(), kv_size.cache_memory
     monkeypatch.setattr(setup, "find_hardware", meter.hardware)
     monkeypatch.setattr(
-        config,
-        "cache_memory",
-        lambda args, hardware: on_gpu(args, dataclasses.replace(hardware, device="cuda")),
+        config, "cache_memory", lambda args, hardware: on_gpu(args, dataclasses.replace(hardware, device="cuda"))
     )
     monkeypatch.setattr(kv_size, "_ACTIVATION_RESERVE", 0)
     monkeypatch.setattr(kv_size, "_GRAPH_RESERVE", 0)

@@ -156,6 +156,23 @@ def finish(scheduler, pipeline, outputs=None, limit=3000):
     return outputs
 
 
+def check_outputs(scheduler, pipeline, seats, want, aborts):
+    """Run to the end; texts are those that are wanted, or begin like them if their request was aborted."""
+    victims, outputs = {}, {}
+    for at, victim in aborts:
+        victims.setdefault(at, []).append(str(victim))
+    for at in range(13):
+        step(scheduler, pipeline, outputs)
+        scheduler.abort(victims.get(at, []))
+        scheduler.check_integrity()
+    finish(scheduler, pipeline, outputs)
+    gone = {victim for names in victims.values() for victim in names}
+    whole, wanted = ({name: text for name, text in texts.items() if name not in gone} for texts in (outputs, want))
+    assert whole == wanted
+    assert all(outputs.get(name, []) == text[: len(outputs.get(name, []))] for name, text in want.items())
+    assert not seats.holders
+
+
 jobs = st.lists(
     st.tuples(
         st.integers(1, 30),  # tokens of the prompt
@@ -172,7 +189,7 @@ jobs = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     jobs,
     st.integers(12, 30),
@@ -185,8 +202,7 @@ jobs = st.lists(
 def test_every_sequence_gets_its_own_text(jobs, blocks, budget, policy, cached, lazy, aborts):
     seats = Seats()
     scheduler = make(blocks, gates=[seats], max_num_batched_tokens=budget, policy=policy)
-    pipeline = pipe(scheduler, Device(lazy))
-    want, outputs = {}, {}
+    want = {}
     for index, (length, count, tenant, priority, reads, stop, group) in enumerate(jobs):
         prompt = [i % (priority + 2) for i in range(length)]  # few different prompts, so that prefixes are shared
         params = {"stop_token_ids": list(stop)} | (READERS[0] if reads else {})
@@ -194,20 +210,7 @@ def test_every_sequence_gets_its_own_text(jobs, blocks, budget, policy, cached, 
         fields = {"tenant": tenant, "priority": priority, "namespace": namespace, "group": group}
         scheduler.add(request(str(index), prompt, count, params, **fields))
         want[str(index)] = expected(prompt, count, stop)
-    victims = {}
-    for at, victim in aborts:
-        victims.setdefault(at, []).append(str(victim))
-    for at in range(13):
-        step(scheduler, pipeline, outputs)
-        scheduler.abort(victims.get(at, []))
-        scheduler.check_integrity()
-    finish(scheduler, pipeline, outputs)
-    gone = {victim for names in victims.values() for victim in names}
-    assert {name: text for name, text in outputs.items() if name not in gone} == {
-        name: text for name, text in want.items() if name not in gone
-    }
-    assert all(outputs.get(name, []) == text[: len(outputs.get(name, []))] for name, text in want.items())
-    assert not seats.holders
+    check_outputs(scheduler, pipe(scheduler, Device(lazy)), seats, want, aborts)
 
 
 def test_the_next_step_is_planned_while_one_runs():

@@ -13,7 +13,7 @@ from outrider.platform.core.batch import RowPlan
 from outrider.platform.engine.queue.row_choices import can_overlap_next
 
 from .test_pipeline import expected, finish, make, pipe, request
-from .test_pipeline_drafts import LATE, Drafting, check_texts, follow, jobs, largest, running
+from .test_pipeline_drafts import CASES, LATE, Drafting, check_texts, follow, largest, running
 
 
 class Chooser:
@@ -36,13 +36,9 @@ class Chooser:
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(
-    jobs,
-    st.tuples(st.integers(14, 34), st.integers(4, 24), st.sampled_from(["fcfs", "priority", "fair"]), st.booleans()),
-    st.tuples(st.integers(0, 4), st.booleans(), st.booleans()),
-    st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([20, 48]), st.sampled_from([33, 38, 48])),
-    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=4),
+    *CASES,
     st.tuples(
         st.integers(0, 99), st.sampled_from([0.0, 0.2]), st.sampled_from([[0], [0, 0, 3], [0, 1, 4], [1, 2, 3, 4]])
     ),

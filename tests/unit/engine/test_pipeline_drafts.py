@@ -13,7 +13,20 @@ from outrider.platform.core.request import Drafts, Status
 from outrider.platform.engine.queue.gates import DraftLimits
 from outrider.platform.engine.queue.row_choices import can_overlap_next, row_choices
 
-from .test_pipeline import BLOCK, Device, Seats, expected, finish, make, make_plan, next_token, pipe, request, step
+from .test_pipeline import (
+    BLOCK,
+    Device,
+    Seats,
+    check_outputs,
+    expected,
+    finish,
+    make,
+    make_plan,
+    next_token,
+    pipe,
+    request,
+    step,
+)
 
 LATE = DraftLimits(3, extra_slots=True, overlaps=True)
 
@@ -165,15 +178,19 @@ jobs = st.lists(
 )
 
 
-@pytest.mark.slow
-@settings(max_examples=250)
-@given(
+CASES = (
     jobs,
     st.tuples(st.integers(14, 34), st.integers(4, 24), st.sampled_from(["fcfs", "priority", "fair"]), st.booleans()),
     st.tuples(st.integers(0, 4), st.booleans(), st.booleans()),
     st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([20, 48]), st.sampled_from([33, 38, 48])),
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7)), max_size=4),
 )
+"""Arguments of `check_texts`."""
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(*CASES)
 def test_every_sequence_gets_its_own_text(jobs, engine, drafter, limits, aborts):
     check_texts(jobs, engine, drafter, limits, aborts)
 
@@ -188,8 +205,7 @@ def check_texts(jobs, engine, drafter, limits, aborts, chooser=None):
     scheduler = make(blocks, draft_limits, [seats], chooser, **config)
     device = Drafting(*drafter) if extra else WithoutLayers(*drafter)
     device.longest = longest
-    pipeline = pipe(scheduler, device)
-    want, outputs = {}, {}
+    want = {}
     for index, (length, count, tenant, priority, params, stop, group) in enumerate(jobs):
         prompt = [i % (priority + 2) for i in range(length)]  # few different prompts, so that prefixes are shared
         namespace = tenant.encode() if cached else None
@@ -198,20 +214,7 @@ def check_texts(jobs, engine, drafter, limits, aborts, chooser=None):
         params["min_tokens"] = min(params.get("min_tokens", 0), count)
         scheduler.add(request(str(index), prompt, count, params, **fields))
         want[str(index)] = expected_with(prompt, min(count, longest - length), stop, params["min_tokens"])
-    victims = {}
-    for at, victim in aborts:
-        victims.setdefault(at, []).append(str(victim))
-    for at in range(13):
-        step(scheduler, pipeline, outputs)
-        scheduler.abort(victims.get(at, []))
-        scheduler.check_integrity()
-    finish(scheduler, pipeline, outputs)
-    gone = {victim for names in victims.values() for victim in names}
-    assert {name: text for name, text in outputs.items() if name not in gone} == {
-        name: text for name, text in want.items() if name not in gone
-    }
-    assert all(outputs.get(name, []) == text[: len(outputs.get(name, []))] for name, text in want.items())
-    assert not seats.holders
+    check_outputs(scheduler, pipe(scheduler, device), seats, want, aborts)
     return device
 
 

@@ -27,7 +27,7 @@ def params_strategy(draw):
     return RepetitionDetectionParams(most, draw(st.integers(0, most)), draw(st.integers(2, 4)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(params_strategy(), st.lists(st.integers(0, 2), max_size=60))
 def test_equals_the_definition_at_every_token(params, tokens):
     state = Repetition(params)

@@ -96,7 +96,7 @@ workloads = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     workloads,
     st.integers(12, 30),

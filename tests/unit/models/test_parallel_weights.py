@@ -66,9 +66,7 @@ def test_heads_of_other_attention_are_divided(family: str, save_tiny: Callable, 
 GPT = ["gpt2", "bigcode", "opt", "opt-projected", "neox", "falcon", "phi", "stablelm", "starcoder2"]
 
 
-NEWER = [
-    *("llama4", "glm4-moe", "glm4-moe-lite", "minimax-m2", "cohere2", "ministral3", "ernie4.5-moe", "deepseek3.2"),
-]
+NEWER = [*("llama4", "glm4-moe", "glm4-moe-lite", "minimax-m2", "cohere2", "ministral3", "ernie4.5-moe", "deepseek3.2")]
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

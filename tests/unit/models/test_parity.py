@@ -100,7 +100,8 @@ def test_logits_and_greedy_text_match_transformers(case: str, save_tiny: Callabl
                 logits, expected[row], atol=TOLERANCES.get(case, 1e-4), rtol=0, msg=f"{name}, row {row}"
             )
             last[row] = logits[-1]
-    _check_greedy(reference, prompts, run, last)
+    if case not in FAMILIES:  # their greedy text is in that file too
+        _check_greedy(reference, prompts, run, last)
 
 
 def _check_greedy(reference: torch.nn.Module, prompts: dict, run: Callable, last: dict[int, Tensor]) -> None:
@@ -128,8 +129,9 @@ def test_half_precision_is_as_close_to_float32_as_transformers(
     with torch.no_grad():
         theirs = reference(tokens[None]).logits[0].float()
         exact = type(reference).from_pretrained(path, dtype=torch.float32)(tokens[None]).logits[0]
-    ours = driver(load_model(path)).forward_once({0: tokens.tolist()})[0]
-    assert load_model(path).config.dtype == dtype
+    model = load_model(path)
+    ours = driver(model).forward_once({0: tokens.tolist()})[0]
+    assert model.config.dtype == dtype
     # The median token: a router's near tie may give one token other experts, here or there.
     assert (ours - exact).abs().mean(-1).median() < 1.5 * (theirs - exact).abs().mean(-1).median()
 

@@ -80,9 +80,7 @@ def test_families(name: str, save_tiny: Callable, logits: Callable, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"batch_invariant": True}],
-    ids=str,
+    "options", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"batch_invariant": True}], ids=str
 )
 def test_forms_of_weights(options: dict[str, object], llama: Path, logits: Callable, tmp_path: Path) -> None:
     new = noisy(llama, tmp_path / "new")

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.kernels.noise import ROUND, Stream, row_keys
+from outrider.kernels.noise.torch import gumbel
+from outrider.kernels.sampling import filter_logits
 from outrider.models.batch import allocate_kv
 from outrider.platform.core.request import NO_DRAFTS, Drafts, Request
 from outrider.platform.core.sampling_params import SamplingParams
@@ -185,3 +188,21 @@ def random_schedule(engine: Engine, head, rng: random.Random, steps: int, whole:
             if whole:
                 assert len(drafts.token_ids) == (k if wants else 0)
             head.check_greedy(sequence.request.tokens, drafts.token_ids)
+
+
+def check_sampled(sequences, head, vocab_size: int, rule: str) -> None:
+    """The drafts of the first and the last sequence have been drawn from the head's filtered distribution, with the
+    noise of `rule`; those of the second are greedy."""
+    for sequence in (sequences[0], sequences[2]):
+        ids, probs, *_ = sequence.drafts
+        tokens = list(sequence.request.tokens)
+        for i, logits in enumerate(head.logits(tokens, ids)):
+            filtered = filter_logits(logits[None].clone(), [0.8], [30], [0.9], [0.01])
+            stream, step = (Stream.DRAFT, ROUND) if rule == "independent" else (Stream.TARGET, 1)
+            noise = gumbel(row_keys([sequence.request.seed_key], [len(tokens) * step + i], stream), vocab_size)
+            scores = (filtered.log_softmax(-1) + noise)[0]
+            assert scores[ids[i]] >= scores.max() - 1e-4
+            if rule == "independent":
+                assert torch.allclose(probs[i], filtered.softmax(-1)[0], atol=1e-4)
+        assert (probs is not None) == (rule == "independent")
+    head.check_greedy(sequences[1].request.tokens, sequences[1].drafts.token_ids)

@@ -13,11 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from outrider.platform.client.adapters.sources import AdapterSources, SourceOptions, resolver
 from outrider.platform.client.waiting import Task
-from outrider.platform.core.errors import (
-    AdapterError,
-    AdapterSourceError,
-    InvalidRequestError,
-)
+from outrider.platform.core.errors import AdapterError, AdapterSourceError, InvalidRequestError
 from outrider.platform.core.lora_request import LoRAMix, LoRAPart, LoRARequest
 
 T = TypeVar("T")

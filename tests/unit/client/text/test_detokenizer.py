@@ -7,11 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from outrider.platform.client.text.detokenizer import (
-    IncrementalDetokenizer,
-    TokenDecoder,
-    make_decoder,
-)
+from outrider.platform.client.text.detokenizer import IncrementalDetokenizer, TokenDecoder, make_decoder
 from outrider.platform.core.sampling_params import SamplingParams
 
 TEXTS = st.text(
@@ -49,7 +45,7 @@ def run(tokenizer: Any, ids: list[int], prompt: list[int] = [], **params: Any) -
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [False, True])
 @given(ids=IDS, prompt=IDS, skip=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_deltas_add_up_to_decoding_at_once(
     tokenizer: Any, slow: bool, ids: list[int], prompt: list[int], skip: bool
 ) -> None:
@@ -59,7 +55,7 @@ def test_deltas_add_up_to_decoding_at_once(
 
 @pytest.mark.parametrize("slow", [False, True])
 @given(text=TEXTS)
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_valid_text_never_shows_half_a_character(tokenizer: Any, slow: bool, text: str) -> None:
     byte_ids = [i for c in text for i in tokenizer.encode(c, add_special_tokens=False)]
     parts = run(Slow(tokenizer) if slow else tokenizer, byte_ids)
@@ -165,7 +161,7 @@ def chunked(tokenizer: Any, ids: list[int], sizes: list[int], params: SamplingPa
     min_tokens=st.integers(0, 6),
     include=st.booleans(),
 )
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_stop_does_not_depend_on_the_chunks(
     tokenizer: Any, text: str, stops: list[str], sizes: list[int], min_tokens: int, include: bool
 ) -> None:
@@ -187,7 +183,7 @@ def test_stop_does_not_depend_on_the_chunks(
 
 @pytest.mark.slow
 @given(text=st.text("abx", max_size=20), stops=st.lists(st.text("abx", min_size=1, max_size=4), min_size=1, max_size=3))
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_streamed_text_is_never_taken_back_and_held_no_longer_than_needed(
     tokenizer: Any, text: str, stops: list[str]
 ) -> None:
@@ -216,7 +212,7 @@ def test_streamed_text_is_never_taken_back_and_held_no_longer_than_needed(
     sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     include=st.booleans(),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_stops_see_the_special_tokens_that_the_text_leaves_out(
     tokenizer: Any, parts: list[str], stops: list[str], sizes: list[int], include: bool
 ) -> None:

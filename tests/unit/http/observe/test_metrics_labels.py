@@ -5,21 +5,9 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.platform.core.adapter_names import (
-    MARK,
-    engine_name,
-    label_text,
-    public_text,
-    split_engine_name,
-)
+from outrider.platform.core.adapter_names import MARK, engine_name, label_text, public_text, split_engine_name
 from outrider.platform.core.lora_request import LoRARequest, mix_of
-from outrider.platform.core.messages import (
-    AdapterInfo,
-    EngineStats,
-    LearningEntry,
-    SpeculationCounts,
-    SpeculationEntry,
-)
+from outrider.platform.core.messages import AdapterInfo, EngineStats, LearningEntry, SpeculationCounts, SpeculationEntry
 from outrider.platform.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from outrider.platform.http.app import create_app
 from outrider.platform.http.observe import series_labels

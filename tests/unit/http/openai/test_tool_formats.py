@@ -73,13 +73,7 @@ def test_forced_calls(name, text):
     assert parse(ForcedCalls(name), text) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("pythonic", "[f(1 + 2)]"),
-        ("hermes", "<think>Hm</think>Hello"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "text"), [("pythonic", "[f(1 + 2)]"), ("hermes", "<think>Hm</think>Hello")])
 def test_text_that_is_no_call_is_content(kind, text):
     message = parse(FormatParser(FORMATS[kind], "", with_calls=True), [text])
     assert "tool_calls" not in message

@@ -91,8 +91,7 @@ def test_a_broken_part_of_the_drafter_is_no_part_of_the_content(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "draft"),
-    [("draft/draft_model", "loaded"), ("draft", "loaded"), ("draft/eagle3", ""), ("drafts", "")],
+    ("where", "draft"), [("draft/draft_model", "loaded"), ("draft", "loaded"), ("draft/eagle3", ""), ("drafts", "")]
 )
 def test_draft_weights_are_found_in_the_folder_draft(tmp_path, where, draft):
     assert read(write_both(tmp_path, where=where)).draft == draft

@@ -49,18 +49,10 @@ def test_keys_of_the_inner_model(tmp_path):
 def test_patterns_and_rslora(tmp_path):
     state = tensors(4, modules=("q_proj",)) | tensors(2, modules=("v_proj",))
     path = write_adapter(
-        tmp_path,
-        state,
-        rank_pattern={"v_proj": 2},
-        alpha_pattern={r"layers\.0\.self_attn\.q_proj": 6},
-        use_rslora=True,
+        tmp_path, state, rank_pattern={"v_proj": 2}, alpha_pattern={r"layers\.0\.self_attn\.q_proj": 6}, use_rslora=True
     )
     adapter = read(path)
-    scales = {
-        (0, "q_proj"): 6 / 4**0.5,
-        (1, "q_proj"): 8 / 4**0.5,
-        (0, "v_proj"): 8 / 2**0.5,
-    }
+    scales = {(0, "q_proj"): 6 / 4**0.5, (1, "q_proj"): 8 / 4**0.5, (0, "v_proj"): 8 / 2**0.5}
     for (layer, name), scale in scales.items():
         raw = state[f"base_model.model.{module(layer, name)}.lora_B.weight"]
         torch.testing.assert_close(adapter.modules[module(layer, name)].b, scale * raw.T)

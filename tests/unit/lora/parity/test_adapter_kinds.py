@@ -220,11 +220,7 @@ def test_kinds_that_are_refused_by_name(tmp_path, family):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"modules_to_save": ["lm_head"]},
-        {"trainable_token_indices": [3, 5]},
-        {"bias": "all"},
-    ],
+    [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3, 5]}, {"bias": "all"}],
     ids=["head", "rows", "biases"],
 )
 def test_parts_of_an_activated_adapter_that_peft_applies_to_all_tokens_are_refused(tmp_path, options):

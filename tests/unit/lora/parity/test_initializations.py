@@ -7,13 +7,7 @@ import sys
 
 import pytest
 import torch
-from peft import (
-    EvaConfig,
-    LoftQConfig,
-    LoraConfig,
-    get_peft_model,
-    initialize_lora_eva_weights,
-)
+from peft import EvaConfig, LoftQConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 from peft.tuners.lora.loraga import preprocess_loraga
 

@@ -81,12 +81,7 @@ LONGEST = 5  # steps
 
 @pytest.mark.slow
 @settings(max_examples=20, database=None)
-@given(
-    seed=st.integers(0, 2**32),
-    few_rows=st.booleans(),
-    tight=st.booleans(),
-    hot=st.booleans(),
-)
+@given(seed=st.integers(0, 2**32), few_rows=st.booleans(), tight=st.booleans(), hot=st.booleans())
 def test_the_wait_is_bounded_for_16_adapters_on_8_slots(seed, few_rows, tight, hot):
     """A request waits at most until it has aged, and then for each of the other adapters as long as one request runs,
     and until its own and theirs have been read and written, of which one ends in a step."""

@@ -8,15 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.kernels import rms_norm
-from outrider.kernels.noise import ROUND, Stream, row_keys
-from outrider.kernels.noise.torch import gumbel
-from outrider.kernels.sampling import filter_logits
 from outrider.models.layers import norm
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.drafters.eagle import head as eagle_head
 from outrider.spec_decode.drafters.eagle.config import read_eagle_config
 
-from ..schedules import BLOCK, Engine, random_schedule
+from ..schedules import BLOCK, Engine, check_sampled, random_schedule
 
 EAGLE1 = {
     "plain": {},
@@ -137,19 +134,7 @@ def test_sampled_drafts_and_their_distribution(target, make_head, load_head, met
     sequences = [engine.sequence(8, params), engine.sequence(5), engine.sequence(11, params)]
     engine.step(*((s, 3, None, 0) for s in sequences))
     engine.step(*((s, 4, None, 2) for s in sequences))
-    for sequence in (sequences[0], sequences[2]):
-        ids, probs, *_ = sequence.drafts
-        tokens = list(sequence.request.tokens)
-        for i, logits in enumerate(head.logits(tokens, ids)):
-            filtered = filter_logits(logits[None].clone(), [0.8], [30], [0.9], [0.01])
-            stream, step = (Stream.DRAFT, ROUND) if rule == "independent" else (Stream.TARGET, 1)
-            noise = gumbel(row_keys([sequence.request.seed_key], [len(tokens) * step + i], stream), target.vocab_size)
-            scores = (filtered.log_softmax(-1) + noise)[0]
-            assert scores[ids[i]] >= scores.max() - 1e-4
-            if rule == "independent":
-                assert torch.allclose(probs[i], filtered.softmax(-1)[0], atol=1e-4)
-        assert (probs is not None) == (rule == "independent")
-    head.check_greedy(sequences[1].request.tokens, sequences[1].drafts.token_ids)
+    check_sampled(sequences, head, target.vocab_size, rule)
 
 
 @pytest.fixture

@@ -228,8 +228,7 @@ def test_random_weights_need_no_file(make_head, load_head, tmp_path, method, opt
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [("eagle", {}), ("eagle3", {"hidden": 24}), ("eagle3", {"speculators": True, "kv_heads": 1})],
+    ("method", "options"), [("eagle", {}), ("eagle3", {"hidden": 24}), ("eagle3", {"speculators": True, "kv_heads": 1})]
 )
 def test_bytes_a_token_are_those_of_the_layers(make_head, load_head, tmp_path, method, options):
     head = make_head(method, own_embedding=True, own_head=True, **options)

@@ -15,6 +15,8 @@ from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.drafters.base import DraftRow, TargetOutput, no_adapters
 
+from ....pairwise import pairwise
+
 VOCAB, HIDDEN = 97, 32
 GREEDY = SamplingParams(temperature=0.0)
 ORIGINAL = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
@@ -85,9 +87,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("prefix", ["", "medusa_head.", "medusa_heads.", "heads.", "model.medusa_head.", "vllm"])
-@pytest.mark.parametrize("case", CASES)
+FILES = ["medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin"]
+PREFIXES = ["", "medusa_head.", "medusa_heads.", "heads.", "model.medusa_head.", "vllm"]
+
+
+@pytest.mark.parametrize(("case", "prefix", "file"), pairwise(CASES, PREFIXES, FILES))
 def test_drafts_are_those_of_a_plain_forward_pass(load, case, prefix, file):
     options, config = CASES[case]
     w, num_layers = tensors(**options), options.get("num_layers", 1)

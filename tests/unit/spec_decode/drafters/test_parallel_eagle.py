@@ -7,14 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.kernels.noise import ROUND, Stream, row_keys
-from outrider.kernels.noise.torch import gumbel
-from outrider.kernels.sampling import filter_logits
 from outrider.models.weight_copy import copy_weights
 from outrider.platform.core.sampling_params import SamplingParams
 from outrider.spec_decode.drafters import one_pass
 
-from ..schedules import Engine, random_schedule
+from ..schedules import Engine, check_sampled, random_schedule
 
 MASK = 90
 VARIANTS = {
@@ -109,19 +106,7 @@ def test_sampled_drafts_and_their_distribution(target, parallel, load_head, rule
     sequences = [engine.sequence(8, params), engine.sequence(5), engine.sequence(11, params)]
     engine.step(*((s, 3, None, 0) for s in sequences))
     engine.step(*((s, k, None, 2) for s, k in zip(sequences, (4, 2, 3), strict=True)))
-    for sequence in (sequences[0], sequences[2]):
-        ids, probs, *_ = sequence.drafts
-        tokens = list(sequence.request.tokens)
-        for i, logits in enumerate(head.logits(tokens, ids)):
-            filtered = filter_logits(logits[None].clone(), [0.8], [30], [0.9], [0.01])
-            stream, step = (Stream.DRAFT, ROUND) if rule == "independent" else (Stream.TARGET, 1)
-            noise = gumbel(row_keys([sequence.request.seed_key], [len(tokens) * step + i], stream), target.vocab_size)
-            scores = (filtered.log_softmax(-1) + noise)[0]
-            assert scores[ids[i]] >= scores.max() - 1e-4
-            if rule == "independent":
-                assert torch.allclose(probs[i], filtered.softmax(-1)[0], atol=1e-4)
-        assert (probs is not None) == (rule == "independent")
-    head.check_greedy(sequences[1].request.tokens, sequences[1].drafts.token_ids)
+    check_sampled(sequences, head, target.vocab_size, rule)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def longest_repeated(tokens: list[int], depth: int) -> int:
     return 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=70)
 @given(texts, st.integers(2, 9), st.data())
 def test_a_growing_text(tokens, depth, data):
     tree, text = SuffixTree(depth), Text([])
@@ -73,7 +73,7 @@ def test_a_growing_text(tokens, depth, data):
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=70)
 @given(st.lists(texts, min_size=1, max_size=5), st.integers(2, 8), st.data())
 def test_texts_come_and_go(all_tokens, depth, data):
     tree, inside, known = SuffixTree(depth), [], [Text(list(tokens)) for tokens in all_tokens]
@@ -106,7 +106,7 @@ def _compare(tree, everything, counted):
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=70)
 @given(
     st.lists(texts, min_size=1, max_size=4),
     st.integers(2, 8),

@@ -58,12 +58,7 @@ def read_log(options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "number"),
-    [
-        ("eagle3", signal.SIGTERM),
-        ("eagle", signal.SIGINT),
-        ("medusa", signal.SIGINT),
-        ("draft-lora", signal.SIGTERM),
-    ],
+    [("eagle3", signal.SIGTERM), ("eagle", signal.SIGINT), ("medusa", signal.SIGINT), ("draft-lora", signal.SIGTERM)],
 )
 def test_a_resumed_run_ends_like_an_uninterrupted_one(method, number, options, samples, folders, tmp_path):
     more = {"draft": folders.draft, "adapter": folders.adapter} if method == "draft-lora" else {}

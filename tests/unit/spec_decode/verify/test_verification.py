@@ -14,14 +14,7 @@ from outrider.kernels.noise.torch import gumbel
 from outrider.kernels.sampling import filter_logits
 from outrider.platform.core.request import Request
 from outrider.platform.core.sampling_params import SamplingParams
-from outrider.spec_decode.verify.verification import (
-    Rule,
-    VerifyRow,
-    accept_equal,
-    choose_rule,
-    target_tokens,
-    verify,
-)
+from outrider.spec_decode.verify.verification import Rule, VerifyRow, accept_equal, choose_rule, target_tokens, verify
 
 INF = float("inf")
 SEEDS = range(10**6, 10**9, 7919)
@@ -58,12 +51,7 @@ def test_rule(params: SamplingParams, invariant: bool, rule: Rule) -> None:
 
 @pytest.mark.parametrize(
     ("drafts", "targets", "tokens", "accepted"),
-    [
-        ([], [4], [4], 0),
-        ([4, 5], [4, 5, 6], [4, 5, 6], 2),
-        ([4, 5], [4, 7, 6], [4, 7], 1),
-        ([3, 5], [4, 5, 6], [4], 0),
-    ],
+    [([], [4], [4], 0), ([4, 5], [4, 5, 6], [4, 5, 6], 2), ([4, 5], [4, 7, 6], [4, 7], 1), ([3, 5], [4, 5, 6], [4], 0)],
 )
 def test_accept_equal(drafts: list[int], targets: list[int], tokens: list[int], accepted: int) -> None:
     assert accept_equal(drafts, targets) == (tokens, accepted)

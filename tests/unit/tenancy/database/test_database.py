@@ -10,12 +10,7 @@ from sqlalchemy import insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from outrider.platform.core.errors import InvalidRequestError
-from outrider.platform.tenancy.database.connection import (
-    Database,
-    DatabaseUnavailableError,
-    parse_url,
-    shown_url,
-)
+from outrider.platform.tenancy.database.connection import Database, DatabaseUnavailableError, parse_url, shown_url
 from outrider.platform.tenancy.database.schema import api_keys, revisions, tenants
 from outrider.platform.tenancy.service import default_journal
 

@@ -127,7 +127,7 @@ def test_cut_at_every_byte(journal, tmp_path):
             shutil.rmtree(folder)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_byte_costs_its_line_alone(tmp_path_factory, data):
     journal = Journal(tmp_path_factory.mktemp("journal"), BYTES)

@@ -38,8 +38,7 @@ def play(limit, steps):
 @settings(max_examples=150)
 @given(limit=st.integers(1, 60), steps=STEPS)
 @example(  # a long request, whose charge time has paid for, is given back wholly: that must not make room twice
-    limit=60,
-    steps=[("charge", 0, 60), ("charge", MINUTE, 60), ("give back", 0, 60), ("charge", 0, 60)],
+    limit=60, steps=[("charge", 0, 60), ("charge", MINUTE, 60), ("give back", 0, 60), ("charge", 0, 60)]
 )
 def test_no_span_of_time_has_more_than_the_limit(limit, steps):
     charges = play(limit, steps)

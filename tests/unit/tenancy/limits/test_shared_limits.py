@@ -328,8 +328,7 @@ def test_two_servers_and_a_real_database(database):
         limiters = [Limiter(Usage(), table=CountTable(database)) for _ in range(2)]
         principal, began = principal_with(requests_per_minute=50, token_budget=10**6), time.monotonic()
         answers = await asyncio.gather(
-            *(limiters[i % 2].admit(principal, Demand((10,), max_tokens=5)) for i in range(200)),
-            return_exceptions=True,
+            *(limiters[i % 2].admit(principal, Demand((10,), max_tokens=5)) for i in range(200)), return_exceptions=True
         )
         tickets = [(i, ticket) for i, ticket in enumerate(answers) if not isinstance(ticket, Exception)]
         assert 50 <= len(tickets) <= 50 + (time.monotonic() - began) * 50 / 60

@@ -14,13 +14,7 @@ pytestmark = pytest.mark.slow
 
 def engine(method, drafter):
     config = {"method": method, "model": str(drafter), "num_speculative_tokens": DRAFT_LENGTH}
-    return LLM(
-        str(demo_model_path()),
-        enable_lora=True,
-        max_loras=4,
-        speculative_config=config,
-        dtype="bfloat16",
-    )
+    return LLM(str(demo_model_path()), enable_lora=True, max_loras=4, speculative_config=config, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")

@@ -15,33 +15,16 @@ import torch
 
 from outrider.models.demo import demo_adapters
 
-from ..error_answers import error_in
+from ...error_answers import error_in
+from .conftest import SIZE
 
 DIGEST = "x-outrider-adapter-digest"
 PROMPT = {"prompt": "List all customers", "max_tokens": 16, "temperature": 0}
-SIZE = 1 << 20
-"""--max-lora-bytes."""
 
 
 @pytest.fixture(scope="module")
-def trained(start_server, fixed_drafts):
-    """A server that takes adapters from an admin alone."""
-    return start_server(
-        *("--api-key", "client", "--admin-api-key", "admin", "--dtype", "float32", "--log-level", "error"),
-        *("--lora-root", "/dev/shm", "--max-lora-bytes", str(SIZE), "--lora-upload-bytes", str(3 * SIZE)),
-        *fixed_drafts,
-    )
-
-
-@pytest.fixture(scope="module")
-def admin(trained):
-    with trained.http(headers={"Authorization": "Bearer admin"}) as http:
-        yield http
-
-
-@pytest.fixture(scope="module")
-def openai_client(trained):
-    return trained.client("client")
+def openai_client(guarded):
+    return guarded.client("client")
 
 
 def files_of(name: str) -> tuple[bytes, bytes]:
@@ -84,7 +67,7 @@ def test_a_sent_adapter_answers(openai_client, admin, policy):
     assert answer(openai_client, "outrider-demo")[1] is None
 
 
-def test_each_route_says_which_version_answered(openai_client, trained, policy):
+def test_each_route_says_which_version_answered(openai_client, client, policy):
     chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     bodies = {
         "/v1/completions": {"model": "policy", **PROMPT, "n": 2},
@@ -92,18 +75,17 @@ def test_each_route_says_which_version_answered(openai_client, trained, policy):
         "/v1/messages": chat,
         "/v1/responses": {"model": "policy", "input": "hi", "max_output_tokens": 4},
     }
-    with trained.http(headers={"Authorization": "Bearer client"}) as http:
-        for path, body in bodies.items():
-            for stream in (False, True):
-                with http.stream("POST", path, json={**body, "stream": stream}) as response:
-                    assert response.status_code == 200, response.read()
-                    assert response.headers[DIGEST] == policy, (path, stream)
-        for path, body in (("/v1/embeddings", {"input": ["a", "b"]}), ("/v1/score", {"text_1": "a", "text_2": "b"})):
-            response = http.post(path, json={"model": "policy", **body})
-            assert response.headers[DIGEST] == policy, path
-        mixed = http.post("/v1/completions", json={"model": "policy:0.5+json:0.5", **PROMPT}).headers[DIGEST]
-        assert mixed not in (policy, "")
-        assert DIGEST not in error_in_headers(http.post("/v1/completions", json={"model": "nothing", **PROMPT}))
+    for path, body in bodies.items():
+        for stream in (False, True):
+            with client.stream("POST", path, json={**body, "stream": stream}) as response:
+                assert response.status_code == 200, response.read()
+                assert response.headers[DIGEST] == policy, (path, stream)
+    for path, body in (("/v1/embeddings", {"input": ["a", "b"]}), ("/v1/score", {"text_1": "a", "text_2": "b"})):
+        response = client.post(path, json={"model": "policy", **body})
+        assert response.headers[DIGEST] == policy, path
+    mixed = client.post("/v1/completions", json={"model": "policy:0.5+json:0.5", **PROMPT}).headers[DIGEST]
+    assert mixed not in (policy, "")
+    assert DIGEST not in error_in_headers(client.post("/v1/completions", json={"model": "nothing", **PROMPT}))
     with openai_client.chat.completions.with_streaming_response.create(**chat, stream=True) as raw:
         assert raw.headers[DIGEST] == policy
 
@@ -172,7 +154,7 @@ def shm():
     path.unlink(missing_ok=True)
 
 
-def test_shared_memory(openai_client, admin, trained, policy, shm):
+def test_shared_memory(openai_client, admin, client, policy, shm):
     config, weights = files_of("support")
     body = {"lora_name": "policy", "lora_shm": shm(weights), "config": json.loads(config), "load_inplace": True}
     sha256 = hashlib.sha256(weights).hexdigest()
@@ -182,8 +164,7 @@ def test_shared_memory(openai_client, admin, trained, policy, shm):
     assert answer(openai_client, "policy") == (answer(openai_client, "support")[0], response.headers[DIGEST])
     error = error_in(admin.post("/v1/load_lora_adapter", json=body | {"sha256": sha256}))
     assert (error["type"], error["param"]) == ("InvalidAdapter", "sha256")
-    with trained.http(headers={"Authorization": "Bearer client"}) as http:
-        error_in(http.post("/v1/load_lora_adapter", json=body), 403)
+    error_in(client.post("/v1/load_lora_adapter", json=body), 403)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -269,14 +250,14 @@ def test_memory_is_given_back(admin, policy):
 # --- restarts ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_engine_dies_and_sleeps(trained, openai_client, admin, policy):
+def test_the_engine_dies_and_sleeps(guarded, openai_client, admin, policy):
     """An adapter from memory is there again, after the engine's process was killed and after a sleep of level 2."""
     text, digest = answer(openai_client, "policy")
-    trained.engine().kill()
-    trained.wait_for(lambda: admin.get("/v1/models/policy").json().get("digest") == digest and trained.has_engine())
-    trained.wait_for(lambda: admin.post("/v1/completions", json={"model": "policy", **PROMPT}).status_code == 200)
+    guarded.engine().kill()
+    guarded.wait_for(lambda: admin.get("/v1/models/policy").json().get("digest") == digest and guarded.has_engine())
+    guarded.wait_for(lambda: admin.post("/v1/completions", json={"model": "policy", **PROMPT}).status_code == 200)
     assert answer(openai_client, "policy") == (text, digest)
     assert admin.post("/sleep", params={"level": 2}).status_code == 200
-    assert not trained.has_engine()
+    assert not guarded.has_engine()
     assert admin.post("/wake_up").status_code == 200
     assert answer(openai_client, "policy") == (text, digest)

@@ -5,54 +5,15 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
-from outrider.models.demo import demo_adapters
-
-from ..error_answers import error_in
+from ...error_answers import error_in
+from .conftest import copy_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROMPT = {"prompt": "List all customers", "max_tokens": 10, "temperature": 0}
-
-
-def copy_adapter(folder: Path, name: str = "sql") -> Path:
-    shutil.copytree(demo_adapters()[name], folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """`root`, `dir` and `store` with an adapter each, and one that is in none of them."""
-    place = tmp_path_factory.mktemp("place").resolve()
-    for name in ("root/good", "dir/first", "store/good", "outside"):
-        copy_adapter(place / name)
-    return place
-
-
-@pytest.fixture(scope="module")
-def guarded(start_server, fixed_drafts, place):
-    """A server with a client's key and an admin's."""
-    return start_server(
-        *("--api-key", "client", "--admin-api-key", "admin", "--dtype", "float32", "--log-level", "error"),
-        *("--lora-root", str(place / "root"), "--lora-dir", str(place / "dir"), "--max-lora-bytes", "64MiB"),
-        *("--lora-resolver", "resolver_of_tests:Resolver", "--lora-remote", "slow,down", "--no-speculation"),
-        PYTHONPATH=str(Path(__file__).parent), OUTRIDER_TEST_STORE=str(place / "store"),
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def client(guarded):
-    with guarded.http(headers={"Authorization": "Bearer client"}) as http:
-        yield http
-
-
-@pytest.fixture(scope="module")
-def admin(guarded):
-    with guarded.http(headers={"Authorization": "Bearer admin"}) as http:
-        yield http
 
 
 @pytest.fixture(autouse=True)

@@ -1,51 +1,21 @@
 """Two tenants on a real server: neither sees the other's adapters, or cached blocks of its prompts."""
 
-import shutil
 from types import SimpleNamespace
 
 import pytest
 
-from outrider.models.demo import demo_adapters
-from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
-from outrider.platform.tenancy.database.connection import Database, parse_url
-from outrider.platform.tenancy.database.migrations.upgrade import upgrade
-from outrider.platform.tenancy.database.store import Store
+from .conftest import BLOCK
 
-BLOCK = 16
-OPERATOR = "operator-key-of-the-tests"
 SYSTEM = "You are the assistant of a shop. " * 12
 """Many blocks."""
 PRIVATE = "The number of the account is 4071 8825 1190, and nobody may know. " * 6
 
 
 @pytest.fixture(scope="module")
-def shop(start_server, fixed_drafts, tmp_path_factory):
-    """A server with the tenants acme and globex; acme has an adapter in the database since before the start."""
-    folder = tmp_path_factory.mktemp("isolation")
-    (name, source), *_ = demo_adapters().items()
-    for tenant in ("acme", "globex"):
-        shutil.copytree(source, folder / "adapters" / tenant / "mine")
-    url = f"sqlite:///{folder}/outrider.db"
-    database = Database(parse_url(url))
-    upgrade(database)
-    store = Store(database)
-    keys = {}
-    for tenant in ("acme", "globex"):
-        store.create_tenant(Tenant(name=tenant, max_adapters=2))
-        _, keys[tenant] = store.create_key(tenant)
-    store.put_adapter(StoredAdapter(tenant="acme", name="old", path=str(folder / "adapters" / "acme" / "mine")))
-    database.close()
-    server = start_server(
-        "--database", url, "--admin-api-key", OPERATOR, "--lora-root", str(folder / "adapters"),
-        "--max-model-len", "512", "--block-size", str(BLOCK), *fixed_drafts,
-    )  # fmt: skip
-    clients = {
-        who: server.http(headers={"Authorization": f"Bearer {key}"})
-        for who, key in {**keys, "operator": OPERATOR}.items()
-    }
-    yield SimpleNamespace(server=server, shared_adapter=name, **clients)
-    for client in clients.values():
-        client.close()
+def shop(site, clients):
+    """The tenants acme and globex, each with the folder of an adapter; acme has another in the database since before
+    the server's start."""
+    return SimpleNamespace(server=site.server, **{who: clients(who) for who in ("acme", "globex", "operator")})
 
 
 def cached_tokens(client, prompt, **extra):
@@ -89,8 +59,8 @@ def test_a_declared_prefix_is_shared_and_nothing_behind_it(shop):
     assert cached_tokens(shop.globex, SYSTEM + "Something else, and long enough. " * 4) == shared
     assert cached_tokens(shop.globex, SYSTEM[: len(SYSTEM) // 2] + "Other. " * 30) in range(BLOCK, shared)
     assert cached_tokens(shop.globex, prompt, cache_salt="mine") == 0
-    assert cached_tokens(shop.globex, prompt, model=shop.shared_adapter) == 0, "an adapter's keys and values are others"
-    assert cached_tokens(shop.acme, prompt, model=shop.shared_adapter) == shared
+    assert cached_tokens(shop.globex, prompt, model="sql") == 0, "an adapter's keys and values are others"
+    assert cached_tokens(shop.acme, prompt, model="sql") == shared
     assert shop.operator.delete("/admin/v1/prefixes/shop").status_code in (200, 204)
     assert cached_tokens(shop.globex, SYSTEM + "Yet another text, for the last time. " * 4) == 0
 
@@ -103,7 +73,7 @@ def test_adapters_of_the_same_name(shop):
     public = names(shop.globex)
     assert "old" not in public
     assert names(shop.acme) == public | {"old"}
-    assert names(shop.operator) == public | {"acme/old"}
+    assert names(shop.operator) == public | {"acme/old", "routes/mine"}
     for client in (shop.acme, shop.globex):
         loaded = client.post("/v1/load_lora_adapter", json={"lora_name": "mine", "lora_path": "mine"})
         assert loaded.status_code == 200, loaded.text

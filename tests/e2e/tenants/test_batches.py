@@ -2,16 +2,9 @@
 
 import json
 import time
-from types import SimpleNamespace
 
 import openai
 import pytest
-
-from outrider.platform.tenancy.accounts.principal import Limits
-from outrider.platform.tenancy.accounts.records import Tenant
-from outrider.platform.tenancy.database.connection import Database, parse_url
-from outrider.platform.tenancy.database.migrations.upgrade import upgrade
-from outrider.platform.tenancy.database.store import Store
 
 COUNT = 60
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -20,27 +13,6 @@ ASK = {"messages": [{"role": "user", "content": "List all customers from Berlin.
 
 def request(custom_id: str, url: str = "/v1/chat/completions", **body) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body or ASK})
-
-
-@pytest.fixture(scope="module")
-def site(start_server, fixed_drafts, tmp_path_factory):
-    """Tenants acme and globex, of which globex has a low rate; `start` starts a server with their database."""
-    folder = tmp_path_factory.mktemp("batches")
-    database = Database(parse_url(f"sqlite:///{folder}/outrider.db"))
-    upgrade(database)
-    store, keys = Store(database), {}
-    for name, limits in (("acme", Limits(max_concurrent_requests=4)), ("globex", Limits(requests_per_minute=60))):
-        store.create_tenant(Tenant(name=name, limits=limits))
-        _, keys[name] = store.create_key(name)
-    database.close()
-
-    def start():
-        return start_server(
-            "--database", f"sqlite:///{folder}/outrider.db", "--admin-api-key", "boss", "--max-model-len", "512",
-            "--batch-dir", str(folder / "batches"), "--batch-concurrency", "4", *fixed_drafts,
-        )  # fmt: skip
-
-    return SimpleNamespace(start=start, keys=keys, folder=folder)
 
 
 def begin(client: openai.OpenAI, lines: list[str], endpoint: str = "/v1/chat/completions", **options):
@@ -66,16 +38,16 @@ def content(client: openai.OpenAI, file_id: str) -> list[dict]:
 
 
 def test_a_killed_server_loses_and_repeats_nothing(site):
-    server = site.start()
-    client = server.client(site.keys["acme"])
+    server = site.server
+    client = server.client(site.keys["batches"])
     lines = [request(f"r{i}", **ASK, model="sql" if i % 2 else "outrider-demo") for i in range(COUNT)]
     batch = begin(client, lines, metadata={"night": "1"})
     wait(client, batch, lambda b: b.request_counts.completed >= 5)
     server.process.kill()
     server.process.wait()
 
-    server = site.start()
-    client, other = server.client(site.keys["acme"]), server.client(site.keys["globex"])
+    server = site.start_again()
+    client, other = server.client(site.keys["batches"]), server.client(site.keys["few-batches"])
     for call in (
         lambda: other.batches.retrieve(batch.id),
         lambda: other.batches.cancel(batch.id),
@@ -100,8 +72,8 @@ def test_a_killed_server_loses_and_repeats_nothing(site):
     assert [b.id for b in client.batches.list()] == [batch.id]
     assert not list(other.batches.list())
 
-    with server.http(headers={"Authorization": "Bearer boss"}) as boss:  # lines are the tenant's requests
-        (row,) = boss.get("/admin/v1/usage?tenant=acme").raise_for_status().json()["data"]
+    with site.http("operator") as operator:  # lines are the tenant's requests
+        (row,) = operator.get("/admin/v1/usage?tenant=batches").raise_for_status().json()["data"]
     assert row["requests"] >= COUNT + 1
 
     half = begin(other, [request(str(i), "/v1/embeddings", input="a") for i in range(70)], "/v1/embeddings")
@@ -121,4 +93,3 @@ def test_a_killed_server_loses_and_repeats_nothing(site):
     with pytest.raises(openai.BadRequestError):
         client.files.create(file=b"a", purpose="fine-tune")
     assert client.files.delete(wrong.input_file_id).deleted
-    assert server.stop() == 0

@@ -6,7 +6,6 @@ A route without an entry here fails.
 from __future__ import annotations
 
 import json
-import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,6 @@ import pytest
 
 from outrider import LLM, LoRARequest, SamplingParams
 from outrider.models.demo import demo_adapters, demo_model_path
-from outrider.platform.tenancy.accounts.records import StoredAdapter, Tenant
-from outrider.platform.tenancy.database.connection import Database, parse_url
-from outrider.platform.tenancy.database.migrations.upgrade import upgrade
-from outrider.platform.tenancy.database.store import Store
 
 PROMPT = "List all customers from Berlin."
 START = "The capital of France"
@@ -25,7 +20,6 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 IDS = [1, 4, 201, 35, 589, 300]
 OTHER = "SELECT name FROM customers"
 NUM_TOKENS = 12
-OPERATOR = "operator-key-of-the-tests"
 
 GENERATED = {"choices": [{"index": 0, "token_ids": [5]}]}
 
@@ -83,25 +77,10 @@ def answer_content(path: str, answer: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def shop(start_server, fixed_drafts, tmp_path_factory):
-    """A server with the tenants acme, which has the adapter "mine", and globex, which has none."""
-    folder = tmp_path_factory.mktemp("routes")
-    shutil.copytree(demo_adapters()["sql"], folder / "acme" / "mine")
-    url = f"sqlite:///{folder}/outrider.db"
-    database = Database(parse_url(url))
-    upgrade(database)
-    store = Store(database)
-    keys = {"operator": OPERATOR}
-    for tenant in ("acme", "globex"):
-        store.create_tenant(Tenant(name=tenant, max_adapters=2))
-        _, keys[tenant] = store.create_key(tenant)
-    store.put_adapter(StoredAdapter(tenant="acme", name="mine", path=str(folder / "acme" / "mine")))
-    database.close()
-    server = start_server("--database", url, "--admin-api-key", OPERATOR, "--dtype", "float32", *fixed_drafts)
-    clients = {who: server.http(headers={"Authorization": f"Bearer {key}"}) for who, key in keys.items()}
-    yield SimpleNamespace(server=server, **clients)
-    for client in clients.values():
-        client.close()
+def shop(site, clients):
+    """`owner` has the adapter "mine", and `neighbour` has none."""
+    names = {"owner": "routes", "neighbour": "neighbour", "operator": "operator"}
+    return SimpleNamespace(server=site.server, **{who: clients(name) for who, name in names.items()})
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +117,7 @@ def direct() -> dict[str, Any]:
 def rows(shop) -> list[dict[str, Any]]:
     answer = shop.operator.get("/admin/v1/usage/requests", params={"limit": 1000})
     assert answer.status_code == 200, answer.text
-    return [row for row in answer.json()["data"] if row["tenant"] == "acme"]
+    return [row for row in answer.json()["data"] if row["tenant"] == "routes"]
 
 
 def test_each_route_is_known(paths):
@@ -152,7 +131,7 @@ def test_an_adapters_name_gives_the_adapters_answer(shop, paths, direct):
     for path in asked:
         contents = {}
         for model in ("outrider-demo", "mine"):
-            response = shop.acme.post(path, json={"model": model} | ROUTES[path])
+            response = shop.owner.post(path, json={"model": model} | ROUTES[path])
             assert response.status_code == 200, (path, response.text)
             assert response.json()["usage"], path
             contents[model] = answer_content(path, response.json())
@@ -171,7 +150,7 @@ def test_unknown_names_and_names_of_other_tenants(shop, paths):
             continue
         body = {**ROUTES, **COUNTING}[path]
         said = []
-        for client, model in ((shop.globex, "mine"), (shop.globex, "none"), (shop.acme, "none")):
+        for client, model in ((shop.neighbour, "mine"), (shop.neighbour, "none"), (shop.owner, "none")):
             response = client.post(path, json=body | {"model": model})
             assert response.status_code == 404, (path, model, response.text)
             content = json.loads(response.text.replace(model, "NAME"))
@@ -182,10 +161,10 @@ def test_unknown_names_and_names_of_other_tenants(shop, paths):
 
 
 def test_another_tenants_response_does_not_exist(shop):
-    mine = shop.acme.post("/v1/responses", json={"model": "mine"} | ROUTES["/v1/responses"]).json()["id"]
-    for client in (shop.globex, shop.operator):
+    mine = shop.owner.post("/v1/responses", json={"model": "mine"} | ROUTES["/v1/responses"]).json()["id"]
+    for client in (shop.neighbour, shop.operator):
         for method, path in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
             assert client.request(method, f"/v1/responses/{mine}{path}").status_code == 404
         answer = client.post("/v1/responses", json={"input": "a", "previous_response_id": mine})
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "previous_response_id")
-    assert shop.acme.get(f"/v1/responses/{mine}").status_code == 200
+    assert shop.owner.get(f"/v1/responses/{mine}").status_code == 200
