@@ -108,8 +108,9 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Only `Scheduler.commit` moves `tokens` and `num_computed_tokens`; after it `ModelRunner.draft` sets
-    `drafts`."""
+    """One sequence. Only `Scheduler.commit` adds `tokens`. `num_computed_tokens` changes there, at the start (a hit in
+    the prefix cache) and at a preemption. After the commit `ModelRunner.draft` sets `drafts` and `num_draft_computed`.
+    """
 
     request_id: str
     tokens: list[int]
@@ -136,8 +137,8 @@ class Request:
     shared_namespace: bytes = b""
     """Namespace of the adapter's content alone, set at admission."""
     text_namespace: tuple[bytes, bytes] = (b"", b"")
-    """(tenant and salt, digest of the adapter's content), set at admission: drafts for this request may be learned
-    from requests with the same, and from no other."""
+    """(tenant and salt, digest of the adapter's content); the digest is set at admission. Drafts for this request may
+    be learned from requests with the same, and from no other."""
     group: str | None = None
     priority: int = 0
     tenant: str = ""

@@ -111,7 +111,8 @@ class PrefixNamespaces(Gate):
         self._short_context = short_context
 
     def admit(self, request: Request) -> str | None:
-        """Set `request.namespace` and `request.text_namespace`; hashes made under another one are dropped."""
+        """Set `request.namespace`, and the adapter's digest in `request.text_namespace`; hashes made under another
+        namespace are dropped."""
         adapter = self._adapter_namespace(request)
         request.text_namespace = (request.text_namespace[0], adapter)
         if request.sharing is None:

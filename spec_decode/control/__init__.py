@@ -12,8 +12,7 @@
    them are expected to be right (`matches`).
 6. If steps take less than 3 ms the choice is made about once a second for all rows of an adapter in a class of batch
    sizes, since a choice in each step would cost more than it gains.
-
-6. The drafts that were made have a confidence of the drafter's own. A fit of it to each adapter's verified drafts
+7. The drafts that were made have a confidence of the drafter's own. A fit of it to each adapter's verified drafts
    decides how many of a row's drafts are verified, by the same costs (`confidence`). So prompt lookup, which takes next
    to no time, drafts in every step. Drafts of captured graphs on a GPU have no confidence, and are all verified.
 

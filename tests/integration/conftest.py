@@ -14,6 +14,7 @@ import torch
 from outrider import LoRARequest, SamplingParams
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.messages import EngineRequest
+from outrider.platform.core.speculative_config import IN_TARGET_METHODS, MODEL_METHODS
 
 VOCAB = 160
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -156,7 +157,7 @@ class Models:
         config = {"method": method, "num_speculative_tokens": k}
         if method == "draft_model":
             config["model"] = str(self.draft)
-        elif method in ("eagle", "eagle3", "medusa", "dflash", "dspark", "uno"):
+        elif method in MODEL_METHODS and method not in IN_TARGET_METHODS:
             config["model"] = str(self.head(method))
         return config
 

@@ -338,7 +338,8 @@ class Scheduler:
     # ----------------------------------------------------------------- commit
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Apply a step's results to the sequences. The only method that moves `tokens` and `num_computed_tokens`."""
+        """Apply a step's results to the sequences. The only method that adds tokens; `num_computed_tokens` also changes
+        when a sequence starts, and when it is preempted."""
         deltas, self._ended = self._ended, []
         for row, got in zip(plan.rows, result.rows, strict=True):
             request = row.request

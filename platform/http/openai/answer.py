@@ -50,8 +50,11 @@ class Accepted(Generic[BodyT]):
     held: HeldBody
 
     async def prepare(self, prompts: list[ParsedPrompt], params: SamplingParams, *, prefix: str, **fields: Any) -> Job:
-        """The job for these prompts, checked; `prefix` begins its id, `fields` are further ones of `Job`. Nothing is
-        checked again when it runs, except by beam search, whose sequences are prepared one by one. Keywords of a schema
+        """The job for these prompts, tokenized and checked; `prefix` begins its id, `fields` are further ones of `Job`.
+
+        Prompts and parameters are not checked again in this process, except by beam search, whose sequences are
+        prepared one by one. The limits, and the state of the server, the engine and the adapter, are checked again when
+        the job runs, since they may have changed. The engine checks every request that it gets. Keywords of a schema
         that do not hold are named as ignored.
 
         Raises:
