@@ -84,7 +84,7 @@ async def admitted(serving: Serving, job: Job) -> AsyncGenerator[Callable[[], No
     await account.committed()
 
 
-async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
+async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> RequestAccount:
     """Admit the job, or raise the reason why not; a job that is refused or cancelled leaves nothing behind."""
     serving.check_ready()  # it may be draining since the job was prepared, and no request may wait for a slot then
     tenancy.ledger.check()
@@ -96,13 +96,13 @@ async def _admit(serving: Serving, tenancy: Tenancy, job: Job) -> Account:
         serving.check_ready()
         job.grant(ticket.max_tokens)
         job.on_admitted()
-        return Account(serving, tenancy, job, ticket)
+        return RequestAccount(serving, tenancy, job, ticket)
     except BaseException:
         limiter.release(ticket, 0, ran=False)
         raise
 
 
-class Account:
+class RequestAccount:
     """An admitted job's ticket and row, until it ends: the first of `finish`, `fail` and `abort` counts."""
 
     def __init__(self, serving: Serving, tenancy: Tenancy, job: Job, ticket: Ticket) -> None:
