@@ -10,9 +10,8 @@ from typing import Any
 
 from ...models.families.multimodal import is_of_tower
 from ...platform.core.adapter_files import CONFIG_FILE, AdapterFolder
-from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import quote_for_error
-from ...platform.core.text import shorten
+from .errors import adapter_error, quote_path
 from .foreign_adapters import is_mlx, peft_fields, tool_hint
 from .patterns import Patterns
 from .peft_fields import check_fields, is_vera, lora_fields
@@ -21,16 +20,6 @@ _MAX_CONFIG_BYTES = 1 << 20
 _VERSION = re.compile("[0-9]+")
 _MAX_VERSION = 40
 """Characters of `peft_version` that are read."""
-
-
-def adapter_error(message: str) -> AdapterError:
-    """Return an AdapterError about an adapter's files."""
-    return AdapterError(message, param="lora_path")
-
-
-def quote_path(path: object) -> str:
-    """Return a path for a message: quoted, so that it stays on one line, and of bounded length."""
-    return repr(shorten(str(path)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ from ...platform.core.adapter_files import AdapterFolder
 from ...platform.core.errors import AdapterError
 from ..device.layout import PackedModules, latents_of
 from .biases import check_biases, read_biases
+from .errors import adapter_error
 from .expert_parameters import split_parameters
 from .foreign_adapters import peft_tensors
-from .peft_config import PeftConfig, adapter_error, read_config
+from .peft_config import PeftConfig, read_config
 from .read_plan import ReadPlans
 from .row_conversion import StoredModule, convert_modules
 from .tensor_file import FLOATS, TensorFile, open_tensors

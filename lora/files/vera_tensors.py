@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from ..step_yield import yield_to_steps
-from .peft_config import adapter_error
+from .errors import adapter_error
 from .tensor_file import FLOATS, TensorFile
 from .tensor_keys import ModuleShape, find_module, unwrapped
 

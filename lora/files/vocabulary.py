@@ -18,7 +18,8 @@ import torch
 
 from ..device.layout import LM_HEAD, SCORE, OwnRows
 from .biases import base_bias
-from .peft_config import PeftConfig, adapter_error
+from .errors import adapter_error
+from .peft_config import PeftConfig
 from .peft_fields import CLASSIFIERS
 from .row_conversion import update_digest
 from .tensor_file import FLOATS, TensorFile
