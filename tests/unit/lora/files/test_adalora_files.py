@@ -101,7 +101,7 @@ def test_files_that_do_not_fit_are_refused(make_manager, tmp_path, changes, conf
 
 def test_an_adapter_of_another_model_is_refused(make_manager, tmp_path):
     state = {key.replace("q_proj", "x_proj"): tensor for key, tensor in adalora_state().items()}
-    with pytest.raises(AdapterError, match="no linear module 'model.layers.0.self_attn.x_proj'"):
+    with pytest.raises(AdapterError, match=r"no linear module .*x_proj"):
         admitted(make_manager(), "x", write_adalora(tmp_path / "x", state))
 
 

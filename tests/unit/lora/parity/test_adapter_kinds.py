@@ -117,9 +117,9 @@ def case(request, tmp_path_factory):
     for name, kind in KIND_CASES.items():
         paths[name] = str(folder / name)
         kind.train(base, 52, **kind.mixed).save_pretrained(paths[name])
-    paths["ADALORA-fp16"] = str(folder / "ADALORA-fp16")
-    KIND_CASES["ADALORA"].train(base, 54, **KIND_CASES["ADALORA"].mixed).save_pretrained(paths["ADALORA-fp16"])
-    convert(paths["ADALORA-fp16"], torch.float16)
+        paths[f"{name}-fp16"] = str(folder / f"{name}-fp16")
+        kind.train(base, 54, **kind.mixed | {"target_modules": ALL}).save_pretrained(paths[f"{name}-fp16"])
+        convert(paths[f"{name}-fp16"], torch.float16)
     paths["pissa"] = save_pissa(base, folder)
     names = ["base", *paths, "base-2"]
     prompt_generator = torch.Generator().manual_seed(53)
