@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...step_yield import yield_to_steps
 from ..errors import adapter_error
+from ..patterns import check_bounds
 from ..tensor_file import TensorFile
 from ..tensor_keys import ModuleShape, unwrapped
 from .base import TRAINING, AdapterKind, FieldRule, positive, read_floats
@@ -40,11 +41,7 @@ def _is_no_masks(value: Any) -> bool:
 
 _OWN: dict[str, FieldRule] = {
     "init_r": FIELDS["r"],
-    "rank_pattern": FieldRule(
-        "lists of booleans: the rows that training kept",
-        "other values",
-        _is_no_masks,
-    ),
+    "rank_pattern": FieldRule("lists of booleans: the rows that training kept", "other values", _is_no_masks),
     "r": _IGNORED,
     "alpha_pattern": _IGNORED,
     "use_rslora": _IGNORED,
@@ -65,8 +62,9 @@ def _as_lora(config: dict[str, Any]) -> dict[str, Any]:
     init_r = positive("init_r", config.get("init_r"), integer=True)
     alpha = positive("lora_alpha", config.get("lora_alpha"), integer=False)
     scale = alpha / (init_r + 1e-5)
-    masks = (config.get("rank_pattern") or {}).items()
-    ranks = {unwrapped(_PATTERN.sub("", name)): sum(mask) for name, mask in masks if any(mask)}
+    masks = config.get("rank_pattern") or {}
+    check_bounds("rank_pattern", masks)
+    ranks = {unwrapped(_PATTERN.sub("", name)): sum(mask) for name, mask in masks.items() if any(mask)}
     return {
         "r": init_r,
         "lora_alpha": init_r * scale,
