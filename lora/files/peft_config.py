@@ -13,8 +13,9 @@ from ...platform.core.adapter_files import CONFIG_FILE, AdapterFolder
 from ...platform.core.sampling_params import quote_for_error
 from .errors import adapter_error, quote_path
 from .foreign_adapters import is_mlx, peft_fields, tool_hint
-from .kinds import LORA, AdapterKind, check_fields, lora_fields
-from .kinds.base import positive
+from .kinds import check_fields, lora_fields
+from .kinds.base import AdapterKind, positive
+from .kinds.lora import LORA
 from .patterns import Patterns
 
 _MAX_CONFIG_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from .biases import check_biases, read_biases
 from .errors import adapter_error
 from .expert_parameters import split_parameters
 from .foreign_adapters import peft_tensors
-from .kinds import LORA
+from .kinds.lora import LORA
 from .peft_config import PeftConfig, read_config
 from .read_plan import ReadPlans
 from .row_conversion import StoredModule, convert_modules

@@ -10,7 +10,8 @@ import peft
 import pytest
 import torch
 
-from outrider.lora.files.kinds import KINDS, LORA, field_rules, fields_table
+from outrider.lora.files.kinds import KINDS, field_rules, fields_table
+from outrider.lora.files.kinds.lora import LORA
 from outrider.platform.core.errors import AdapterError
 
 from .reference import ALL, VOCAB, Engine, peft_logits, save_base, train
