@@ -14,7 +14,8 @@ An adapter has five forms on its way from a file to a kernel:
 
 A request is bound to a `registry.versions.AdapterVersion`: a name, a digest and its requests, without weights.
 
-    files/      adapter_config.json, tensor keys and headers, pickles, patterns, limits against hostile files
+    files/      adapter_config.json, tensor keys and headers, pickles, patterns, limits against hostile files; `kinds/`
+                has one file for each `peft_type`
     registry/   the catalog of names, versions, mixes, and the requests bound to each
     tiers/      host memory and device residency, transfers, pins, aging of requests that wait for room
     device/     pool of rank rows, their layout, the sites in the model's layers, inputs of each step

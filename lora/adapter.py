@@ -10,7 +10,7 @@ import numpy as np
 from ..platform.core.adapter_files import AdapterFolder
 from ..platform.core.errors import AdapterError
 from .device.layout import LM_HEAD, SCORE, PackedModules, latents_of
-from .files.peft_config import adapter_error, quote_path
+from .files.errors import adapter_error, quote_path
 
 DRAFT_LOADED = "loaded"
 """`Adapter.draft` when there are draft weights."""

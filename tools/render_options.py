@@ -1,8 +1,8 @@
-"""Render the tables of docs/reference/options.md from the options that the code declares.
+"""Render the tables of options in docs/reference, and of adapters' fields in docs/guides, from what the code declares.
 
 Usage: python tools/render_options.py [--check]
 
-With --check nothing is written; the exit status is 1 when the page differs from the code.
+With --check nothing is written; the exit status is 1 when a page differs from the code.
 """
 
 import re
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from outrider.lora.files.kinds import KINDS as ADAPTER_KINDS
+from outrider.lora.files.kinds import fields_table
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.kv_events import KVEventsConfig
 from outrider.platform.core.option import Option, declared_options
@@ -17,7 +19,8 @@ from outrider.platform.core.speculative_config import SpeculativeConfig
 from outrider.platform.http.server_config import ServerConfig
 from outrider.spec_decode.training.options import TrainOptions
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "options.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = (DOCS / "reference" / "options.md", DOCS / "guides" / "adapters.md")
 _OWNERS = (EngineArgs, KVEventsConfig, SpeculativeConfig, ServerConfig, TrainOptions)
 OWNERS = {owner.__name__: owner for owner in _OWNERS}
 MARK = re.compile(r"(?<=<!-- options: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -52,21 +55,28 @@ def tables(options: Collection[Option]) -> list[str]:
 
 def render(text: str) -> str:
     """Render every marked table of the page `text` again."""
-    return MARK.sub(
-        lambda mark: mark[1] + mark[2] + "\n".join([*tables(declared_options(OWNERS[mark[1]]).values()), "", ""]), text
-    )
+    return MARK.sub(lambda mark: f"{mark[1]}{mark[2]}{marked(mark[1])}\n", text)
+
+
+def marked(name: str) -> str:
+    """The tables of a mark: those of a class with options, or of an adapter kind's fields."""
+    if name in ADAPTER_KINDS:
+        return "\n" + fields_table(ADAPTER_KINDS[name])
+    return "\n".join([*tables(declared_options(OWNERS[name]).values()), ""])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Render the page; with `--check` only compare."""
-    text = PAGE.read_text(encoding="utf-8")
-    rendered = render(text)
-    if "--check" not in arguments:
-        PAGE.write_text(rendered, encoding="utf-8")
-    elif rendered != text:
-        print(f"{PAGE}: differs from the code; run python tools/render_options.py")
-        return 1
-    return 0
+    """Render the pages; with `--check` only compare."""
+    differing = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        rendered = render(text)
+        if "--check" not in arguments:
+            page.write_text(rendered, encoding="utf-8")
+        elif rendered != text:
+            print(f"{page}: differs from the code; run python tools/render_options.py")
+            differing += 1
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .peft_config import PeftConfig, adapter_error
+from .errors import adapter_error
+from .peft_config import PeftConfig
 from .tensor_file import FLOATS, TensorFile
 from .tensor_keys import BIAS, LORA_BIAS, FileModule, ModelModules, ModuleShape
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..step_yield import yield_to_steps
-from .peft_config import adapter_error
+from .errors import adapter_error
 from .tensor_file import TensorFile
 from .tensor_keys import ModuleShape, possible_names, unwrapped
 

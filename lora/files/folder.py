@@ -20,7 +20,7 @@ from ...platform.core.speculative_config import MODEL_METHODS
 from ..adapter import DRAFT_LOADED, Adapter, AdapterSource, changed_error
 from ..device.layout import PackedModules
 from ..step_yield import yield_to_steps
-from .peft_config import adapter_error, quote_path
+from .errors import adapter_error, quote_path
 from .peft_weights import WeightsReader
 from .tensor_keys import BASE, DRAFTER, ModelModules
 

@@ -36,6 +36,14 @@ def _error(message: str) -> AdapterError:
     return AdapterError(f"adapter_config.json: {message}", param="lora_path")
 
 
+def check_bounds(name: str, values: dict[str, Any]) -> None:
+    """Refuse (AdapterError) too many or too long patterns of the field `name`, before anything is done with them."""
+    if len(values) > MAX_PATTERNS:
+        raise _error(f"{name} has {len(values)} patterns; at most {MAX_PATTERNS} are read")
+    if (longest := max(map(len, values), default=0)) > MAX_LENGTH:
+        raise _error(f"{name}: a pattern has {longest} characters; at most {MAX_LENGTH} are read")
+
+
 class Patterns:
     """Patterns of one field. The first that matches a module's name, or a dotted end of it, gives the value."""
 
@@ -45,8 +53,7 @@ class Patterns:
         Raises:
             AdapterError: there are too many patterns, or one is too long or no regular expression.
         """
-        if len(values) > MAX_PATTERNS:
-            raise _error(f"{name} has {len(values)} patterns; at most {MAX_PATTERNS} are read")
+        check_bounds(name, values)
         self.items = tuple(values.items())
         self._name = name
         self._ends: dict[str, int] = {}  # plain names, and the index of the first such item
@@ -55,8 +62,6 @@ class Patterns:
         self._seconds = 0.0
         self._found: dict[str, int | None] = {}  # index of the item by module
         for index, pattern in enumerate(values):
-            if len(pattern) > MAX_LENGTH:
-                raise _error(f"{name}: a pattern has {len(pattern)} characters; at most {MAX_LENGTH} are read")
             if _PLAIN.fullmatch(pattern):
                 names = self._whole if pattern[0] == "^" else self._ends
                 names.setdefault(pattern.removeprefix("^").removesuffix("$").replace("\\.", "."), index)

@@ -10,27 +10,18 @@ from typing import Any
 
 from ...models.families.multimodal import is_of_tower
 from ...platform.core.adapter_files import CONFIG_FILE, AdapterFolder
-from ...platform.core.errors import AdapterError
 from ...platform.core.sampling_params import quote_for_error
-from ...platform.core.text import shorten
+from .errors import adapter_error, quote_path
 from .foreign_adapters import is_mlx, peft_fields, tool_hint
+from .kinds import check_fields, lora_fields
+from .kinds.base import AdapterKind, positive
+from .kinds.lora import LORA
 from .patterns import Patterns
-from .peft_fields import check_fields, is_vera, lora_fields
 
 _MAX_CONFIG_BYTES = 1 << 20
 _VERSION = re.compile("[0-9]+")
 _MAX_VERSION = 40
 """Characters of `peft_version` that are read."""
-
-
-def adapter_error(message: str) -> AdapterError:
-    """Return an AdapterError about an adapter's files."""
-    return AdapterError(message, param="lora_path")
-
-
-def quote_path(path: object) -> str:
-    """Return a path for a message: quoted, so that it stays on one line, and of bounded length."""
-    return repr(shorten(str(path)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +52,8 @@ class PeftConfig:
     """Version of PEFT that wrote the folder; (): none is named, as before 0.18."""
     mlx: bool = False
     """True when mlx-lm wrote the folder."""
-    vera: bool = False
-    """True when the tensors are those of VeRA."""
+    kind: AdapterKind = LORA
+    """Kind of the file's tensors. The other fields are those of LoRA."""
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -98,21 +89,13 @@ class PeftConfig:
         return parameter if any(f".{parameter}".endswith(f".{end}") for end in self.target_parameters) else module
 
 
-def _positive(name: str, value: Any, *, integer: bool) -> Any:
-    good = isinstance(value, int) or (not integer and isinstance(value, float) and math.isfinite(value))
-    if isinstance(value, bool) or not good or not 0 < value < 2**31:
-        kind = "a positive integer" if integer else "a positive number"
-        raise adapter_error(f"{CONFIG_FILE}: {name} must be {kind} below 2^31, got {str(value)[:40]}")
-    return value
-
-
 def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> Patterns:
     values = config.get(name) or {}
     if not isinstance(values, dict):
         raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {quote_for_error(values)}")
     patterns = Patterns(name, values)
     for pattern, value in values.items():
-        _positive(f"{name}[{quote_for_error(pattern)}]", value, integer=integer)
+        positive(f"{name}[{quote_for_error(pattern)}]", value, integer=integer)
     return patterns
 
 
@@ -138,12 +121,11 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
         raise folder.error(CONFIG_FILE, "is not a JSON object")
     if mlx := is_mlx(config):
         config = peft_fields(config)
-    check_fields(config)
-    if vera := is_vera(config):
-        config = lora_fields(config)
+    kind = check_fields(config)
+    config = lora_fields(kind, config)
     return PeftConfig(
-        rank=_positive("r", config.get("r"), integer=True),
-        alpha=_positive("lora_alpha", config.get("lora_alpha"), integer=False),
+        rank=positive("r", config.get("r"), integer=True),
+        alpha=positive("lora_alpha", config.get("lora_alpha"), integer=False),
         use_rslora=bool(config.get("use_rslora")),
         rank_pattern=_pattern(config, "rank_pattern", integer=True),
         alpha_pattern=_pattern(config, "alpha_pattern", integer=False),
@@ -157,5 +139,5 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
         trainable_tokens=_trainable_tokens(config.get("trainable_token_indices") or {}),
         version=tuple(map(int, _VERSION.findall(str(config.get("peft_version"))[:_MAX_VERSION])))[:2],
         mlx=mlx,
-        vera=vera,
+        kind=kind,
     )

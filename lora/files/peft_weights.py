@@ -14,9 +14,11 @@ from ...platform.core.adapter_files import AdapterFolder
 from ...platform.core.errors import AdapterError
 from ..device.layout import PackedModules, latents_of
 from .biases import check_biases, read_biases
+from .errors import adapter_error
 from .expert_parameters import split_parameters
 from .foreign_adapters import peft_tensors
-from .peft_config import PeftConfig, adapter_error, read_config
+from .kinds.lora import LORA
+from .peft_config import PeftConfig, read_config
 from .read_plan import ReadPlans
 from .row_conversion import StoredModule, convert_modules
 from .tensor_file import FLOATS, TensorFile, open_tensors
@@ -35,7 +37,6 @@ from .tensor_keys import (
     summarize_errors,
 )
 from .towers import without_towers
-from .vera_tensors import vera_tensors
 from .vocabulary import VocabularyReader, resize, saved_keys
 
 
@@ -60,7 +61,7 @@ class WeightsReader:
         """
         config = read_config(folder)
         with open_tensors(folder, self.limits) as file:
-            plan = None if config.mlx or config.vera else self._plans.find(file.header, config.form)
+            plan = None if config.mlx or config.kind is not LORA else self._plans.find(file.header, config.form)
             planned = plan and plan.read(file, [config.scale_of(name) for name in plan.configured])
             packed, digest = planned or self._read_unplanned(file, config)
         if config.invocation:
@@ -73,7 +74,7 @@ class WeightsReader:
         known = self.model.shapes
         file, left_out = without_towers(peft_tensors(file) if config.mlx else file)
         file, parameters = split_parameters(file, known, config.version)
-        file = vera_tensors(file, known) if config.vera else file
+        file = config.kind.tensors(file, known)
         found, saved = group_keys(file.shapes, known, self._owner)
         for name, parameter in parameters.items():
             found[name].configured = parameter

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..step_yield import yield_to_steps
-from .peft_config import adapter_error
+from .errors import adapter_error
 from .tensor_header import FileLimits
 
 _ENTRY_BYTES = 160

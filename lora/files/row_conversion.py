@@ -13,7 +13,7 @@ from ...kernels.conversion import Matrix, convert
 from ..device.dora import compute_gains
 from ..device.layout import LoraWeights, PackedModules
 from ..step_yield import yield_to_steps
-from .peft_config import adapter_error
+from .errors import adapter_error
 from .tensor_keys import MAGNITUDE, A, B, FileModule, ModelModules, ModuleShape
 
 _DIGESTED_BYTES = 1 << 20

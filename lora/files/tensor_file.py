@@ -20,8 +20,8 @@ from torch import Tensor
 from ...platform.core.adapter_files import INDEX_FILES, WEIGHT_FILES, AdapterFolder
 from ...platform.core.errors import OutriderError
 from ..step_yield import yield_to_steps
+from .errors import adapter_error, quote_path
 from .foreign_adapters import tool_hint
-from .peft_config import adapter_error, quote_path
 from .pickle_file import load_pickle
 from .tensor_header import FileLimits, HeaderEntry, InvalidFileError, read_header
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from .peft_config import adapter_error
+from .errors import adapter_error
 
 _BITS = {
     "F64": 64,

@@ -18,7 +18,7 @@ from ...platform.core.errors import AdapterError
 from ..device.dora import BaseWeight
 from ..device.layout import LM_HEAD, SCORE, ModelLayout
 from ..step_yield import yield_to_steps
-from .peft_config import adapter_error
+from .errors import adapter_error
 from .tensor_header import FileLimits
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...models.families.multimodal import is_of_tower
-from .peft_config import adapter_error
+from .errors import adapter_error
 from .tensor_file import TensorFile
 
 

@@ -18,8 +18,9 @@ import torch
 
 from ..device.layout import LM_HEAD, SCORE, OwnRows
 from .biases import base_bias
-from .peft_config import PeftConfig, adapter_error
-from .peft_fields import CLASSIFIERS
+from .errors import adapter_error
+from .kinds.lora import CLASSIFIERS
+from .peft_config import PeftConfig
 from .row_conversion import update_digest
 from .tensor_file import FLOATS, TensorFile
 from .tensor_keys import BIAS, MAGNITUDE, A, B, FileModule, ModelModules, ModuleShape

@@ -13,7 +13,7 @@ import torch
 
 from ..adapter import DRAFT_LOADED, Adapter
 from ..device.layout import LoraWeights, PackedModules
-from ..files.peft_config import adapter_error
+from ..files.errors import adapter_error
 
 
 def check_mixable(name: str, adapter: Adapter) -> None:

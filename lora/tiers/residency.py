@@ -17,7 +17,7 @@ from ...platform.core.errors import InvalidUserInputError
 from ...platform.core.sizes import format_bytes
 from ..adapter import Adapter
 from ..device.pool import Allocation, RowPool
-from ..files.peft_config import adapter_error
+from ..files.errors import adapter_error
 from ..registry.adapter_stats import AdapterCounts
 from ..registry.registry import AdapterRegistry
 from ..registry.versions import AdapterVersion, Order

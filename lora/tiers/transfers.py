@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ...platform.core.errors import AdapterError, OutriderError
 from ..adapter import Adapter
 from ..device.pool import Allocation
+from ..files.errors import adapter_error, quote_path
 from ..files.folder import AdapterFiles
-from ..files.peft_config import adapter_error, quote_path
 from ..reader.reader_client import AdapterReader
 from ..registry.mixes import check_mixable, mix_adapters
 from ..registry.versions import AdapterVersion

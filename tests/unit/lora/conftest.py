@@ -69,6 +69,23 @@ def vera_state(rank=4, *, seed=0, middle=""):
     return state
 
 
+def adalora_state(rank=4, *, seed=0, middle=""):
+    """The state dict of an AdaLoRA adapter on all modules, with PEFT's keys."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for layer in (0, 1):
+        for name, (in_features, out_features) in SIZES.items():
+            key = f"base_model.model.{module(layer, name)}.lora"
+            state[f"{key}_A{middle}"] = torch.randn(rank, in_features, generator=generator)
+            state[f"{key}_B{middle}"] = torch.randn(out_features, rank, generator=generator)
+            state[f"{key}_E{middle}"] = torch.randn(rank, 1, generator=generator)
+    return state
+
+
+# Of every kind but LoRA: its tensors, and fields that `write_adapter` does not write.
+KIND_STATES = {"VERA": (vera_state, {}), "ADALORA": (adalora_state, {"init_r": 4})}
+
+
 def write_adapter(folder: Path, state=None, *, rank=4, seed=0, binary=False, **config) -> str:
     """An adapter's folder; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)

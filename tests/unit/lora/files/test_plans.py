@@ -11,11 +11,11 @@ from outrider.lora.files import peft_weights, read_plan, tensor_file
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
-from ..conftest import tensors, write_adapter
+from ..conftest import KIND_STATES, tensors, write_adapter
 from ..reader.test_reader import KINDS, draft_weights, magnitudes
 from ..reading import Both, assert_same
 
-UNPLANNED = ("bin", "half", "double", "vera", "vocabulary", "only the vocabulary")
+UNPLANNED = ("bin", "half", "double", "vocabulary", "only the vocabulary", *KIND_STATES)
 PLANNED = {kind: options for kind, options in KINDS.items() if kind not in UNPLANNED} | {
     "bfloat16": {"state": lambda: {key: value.bfloat16() for key, value in tensors().items()}}
 }

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from outrider.lora.files.kinds import KINDS
 from outrider.lora.files.tensor_file import TensorFile
 from outrider.lora.files.tensor_keys import ModuleShape
-from outrider.lora.files.vera_tensors import vera_tensors
 from outrider.platform.core.errors import AdapterError
 
 from ..conftest import SIZES, admitted, module, vera_state, write_adapter
@@ -96,7 +96,7 @@ def test_shared_matrices_are_read_once():
         return state[key]
 
     known = {module(layer, name): ModuleShape(*sizes) for layer in (0, 1) for name, sizes in SIZES.items()}
-    view = vera_tensors(TensorFile({key: tuple(tensor.shape) for key, tensor in state.items()}, read), known)
+    view = KINDS["VERA"].tensors(TensorFile({key: tuple(tensor.shape) for key, tensor in state.items()}, read), known)
     assert not reads
     for key, shape in view.shapes.items():
         assert tuple(view.read(key).shape) == shape

@@ -5,7 +5,7 @@ import functools
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, VeraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
@@ -70,16 +70,6 @@ def train(base, seed, *, init_lora_weights=False, **options):
             parameter.data += 0.3 * torch.randn_like(parameter) * (options["modules_to_save"] != ["lm_head"])
         elif "lora_B" in name and init_lora_weights in ("gaussian", "orthogonal"):  # no delta yet
             parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
-
-
-def train_vera(base, seed, **options):
-    """A PEFT model with a VeRA adapter that is random in all its parts."""
-    torch.manual_seed(seed)
-    model = get_peft_model(load_base(base), VeraConfig(projection_prng_key=seed, **options))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.data += (0.5 if "vera_lambda" in name else 0.3) * torch.randn_like(parameter)
     return model
 
 

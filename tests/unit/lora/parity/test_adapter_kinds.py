@@ -1,18 +1,21 @@
 """Every kind of LoRA that PEFT saves, several kinds in one batch, gives PEFT's logits."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from peft import PeftModel, get_peft_model
+from peft import PeftModel, PeftType, get_peft_model
 from peft.utils import load_peft_weights
 from safetensors.torch import load_file, save_file
 
+from outrider.lora.files.kinds import KINDS as KINDS_BY_TYPE
 from outrider.platform.core.errors import AdapterError
 
-from .reference import ALL, CONFIG, VOCAB, Engine, peft_logits, save_base, train, train_vera
+from .kinds import KIND_CASES
+from .reference import ALL, CONFIG, VOCAB, Engine, peft_logits, save_base, train
 
 pytestmark = pytest.mark.slow
 
@@ -111,8 +114,12 @@ def case(request, tmp_path_factory):
         convert(paths[name], dtype)
     paths["bin"] = str(folder / "bin")
     train(base, 51, **KINDS["dora-everywhere"]).save_pretrained(paths["bin"], safe_serialization=False)
-    paths["vera"] = str(folder / "vera")
-    train_vera(base, 52, r=6, target_modules=["lm_head", *ALL]).save_pretrained(paths["vera"])
+    for name, kind in KIND_CASES.items():
+        paths[name] = str(folder / name)
+        kind.train(base, 52, **kind.mixed).save_pretrained(paths[name])
+        paths[f"{name}-fp16"] = str(folder / f"{name}-fp16")
+        kind.train(base, 54, **kind.mixed | {"target_modules": ALL}).save_pretrained(paths[f"{name}-fp16"])
+        convert(paths[f"{name}-fp16"], torch.float16)
     paths["pissa"] = save_pissa(base, folder)
     names = ["base", *paths, "base-2"]
     prompt_generator = torch.Generator().manual_seed(53)
@@ -234,26 +241,15 @@ def test_parts_of_an_activated_adapter_that_peft_applies_to_all_tokens_are_refus
     refused(tmp_path / "x", base, "alora_invocation_tokens is not served with trained biases or whole")
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("IA3", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
-        ("AdaLora", {"target_modules": ["q_proj"], "total_step": 10}),
-        ("LoHa", {"target_modules": ["q_proj"]}),
-        ("LoKr", {"target_modules": ["q_proj"]}),
-        ("PromptTuning", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}),
-        ("PrefixTuning", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}),
-        ("LNTuning", {"target_modules": ["input_layernorm"]}),
-    ],
-)
-def test_other_methods_are_refused_by_name(tmp_path, name, options):
-    import peft
-
+def test_other_methods_are_refused_by_name(tmp_path):
     base = save_base(tmp_path / "base", "Llama", False)
-    config = getattr(peft, f"{name}Config")(**options)
-    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config)
-    model.save_pretrained(tmp_path / "x")
-    refused(tmp_path / "x", base, f"peft_type='{config.peft_type.value}' is not served")
+    train(base, 0, r=2, target_modules=["q_proj"]).save_pretrained(tmp_path / "x")
+    file = tmp_path / "x" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    assert {*KINDS_BY_TYPE} < {one.value for one in PeftType}
+    for other in ["lora", ["LORA"], None, *({one.value for one in PeftType} - {*KINDS_BY_TYPE})]:
+        file.write_text(json.dumps(config | {"peft_type": other}))
+        refused(tmp_path / "x", base, re.escape(f"is not served (only {', '.join(KINDS_BY_TYPE)} are)"))
 
 
 def test_an_adapter_of_a_model_with_merged_projections(tmp_path):

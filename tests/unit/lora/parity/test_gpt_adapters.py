@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from .reference import VOCAB, Engine, peft_logits, save_base, train, train_vera
+from .kinds import KIND_CASES
+from .reference import VOCAB, Engine, peft_logits, save_base, train
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +58,9 @@ def case(request, tmp_path_factory):
     paths = {name: str(folder / name) for name in adapters}
     for seed, (name, options) in enumerate(adapters.items()):
         train(base, seed, **options).save_pretrained(paths[name])
-    paths["vera"] = str(folder / "vera")
-    train_vera(base, 0, r=4, target_modules=projections).save_pretrained(paths["vera"])
+    for name, kind in KIND_CASES.items():
+        paths[name] = str(folder / name)
+        kind.train(base, 0, **kind.plain | {"target_modules": projections}).save_pretrained(paths[name])
     generator = torch.Generator().manual_seed(3)
     names = ["base", *paths]
     prompts = {

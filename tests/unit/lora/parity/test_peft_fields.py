@@ -10,12 +10,15 @@ import peft
 import pytest
 import torch
 
-from outrider.lora.files.peft_fields import FIELDS, fields_table
+from outrider.lora.files.kinds import KINDS, field_rules, fields_table
+from outrider.lora.files.kinds.lora import LORA
 from outrider.platform.core.errors import AdapterError
 
 from .reference import ALL, VOCAB, Engine, peft_logits, save_base, train
 
 pytestmark = pytest.mark.slow
+
+FIELDS = field_rules(LORA)
 
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
@@ -187,6 +190,7 @@ def test_an_unknown_peft_field_is_named_if_it_is_switched_on(adapters, tmp_path,
     engine.close()
 
 
-def test_the_documentation_has_the_table():
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_documentation_has_the_table(kind):
     docs = Path(__file__).parents[4] / "docs" / "guides" / "adapters.md"
-    assert fields_table() in docs.read_text(encoding="utf-8")
+    assert fields_table(KINDS[kind]) in docs.read_text(encoding="utf-8")

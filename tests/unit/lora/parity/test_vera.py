@@ -1,91 +1,23 @@
-"""VeRA adapters: PEFT's logits for every field of its VeraConfig, or a refusal that names the field."""
+"""VeRA adapters beyond their fields (`test_kind_fields.py`)."""
 
-import dataclasses
-import json
-from pathlib import Path
-
-import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from outrider.lora.files.peft_fields import FIELDS, SHARED_FIELDS, VERA_FIELDS, fields_table
 from outrider.platform.core.errors import AdapterError
 
-from .reference import ALL, CONFIG, VOCAB, Engine, peft_logits, save_base, train, train_vera
+from .kinds import VERA, train_vera
+from .reference import CONFIG, VOCAB, Engine, peft_logits, save_base, train
 
 pytestmark = pytest.mark.slow
 
-PLAIN = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-# Options in addition to `PLAIN`, by name of the case: the field, and a letter if it has several.
-SERVED = {
-    "r": {"r": 7},
-    "task_type": {"task_type": "CAUSAL_LM"},
-    "auto_mapping": {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
-    "peft_version": {"peft_version": "0.1"},
-    "base_model_name_or_path": {"base_model_name_or_path": "somebody/something"},
-    "revision": {"revision": "main"},
-    "inference_mode": {"inference_mode": False},
-    "target_modules a": {"target_modules": "all-linear"},
-    "target_modules b": {"target_modules": ["lm_head", *ALL]},
-    "target_modules c": {"target_modules": r".*\.1\.mlp\.up_proj"},
-    "layers_to_transform": {"layers_to_transform": [1]},
-    "layers_pattern": {"layers_to_transform": 0, "layers_pattern": "layers"},
-    "modules_to_save": {"modules_to_save": ["lm_head"]},
-    "fan_in_fan_out": {"fan_in_fan_out": True},
-    "bias a": {"bias": "all"},
-    "bias b": {"bias": "vera_only"},
-    "projection_prng_key": {},
-    "vera_dropout": {"vera_dropout": 0.1},
-    "d_initial": {"d_initial": 0.5},
-    "init_weights": {"init_weights": False},
-}
-# Values written into a plain adapter's file.
-REFUSED = {"save_projection": False, "bias": "some", "peft_type": "IA3", "modules_to_save": ["mlp"]}
+PLAIN = VERA.plain
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return save_base(tmp_path_factory.mktemp("vera") / "base", "Qwen2", False)
-
-
-def write_config(folder, **values):
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def test_the_tables_have_every_field_of_peft_and_every_field_is_driven():
-    fields = {field.name for field in dataclasses.fields(peft.VeraConfig)}
-    assert {*SHARED_FIELDS, *VERA_FIELDS} == fields
-    assert {name.split()[0] for name in (*SERVED, *REFUSED)} == fields
-    rules = {name: FIELDS[name] for name in SHARED_FIELDS} | VERA_FIELDS
-    assert set(REFUSED) == {name for name, rule in rules.items() if rule.refused}
-
-
-def test_served_values_give_the_logits_of_peft(base, tmp_path):
-    paths = {name.replace(" ", "_"): str(tmp_path / name.replace(" ", "_")) for name in SERVED}
-    for seed, (name, options) in enumerate(SERVED.items()):
-        train_vera(base, seed, **PLAIN | options).save_pretrained(paths[name.replace(" ", "_")])
-    prompts = {name: torch.randint(3, VOCAB, (9,)).tolist() for name in ("base", *paths)}
-    engine = Engine(base, paths, prompts, max_loras=len(prompts))
-    engine.admit(prompts)
-    got = engine.run(prompts, (5, 2))
-    engine.close()
-    for name, prompt in prompts.items():
-        expected = peft_logits(base, paths.get(name), prompt)
-        torch.testing.assert_close(got[name], expected, atol=1e-4, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
-        assert name == "base" or (expected - peft_logits(base, None, prompt)).abs().max() > 0.05, name
-
-
-@pytest.mark.parametrize("field", REFUSED)
-def test_refused_values_are_refused_by_the_name_of_the_field(base, tmp_path, field):
-    train_vera(base, 0, **PLAIN).save_pretrained(tmp_path / "x")
-    write_config(tmp_path / "x", **{field: REFUSED[field]})
-    engine = Engine(base, {"x": str(tmp_path / "x")}, {"x": [3, 4]})
-    with pytest.raises(AdapterError, match=rf"adapter_config\.json: {field}=.* is not served"):
-        engine.admit(["x"])
-    engine.close()
 
 
 def test_an_adapter_that_peft_saved_without_its_projections_is_refused_by_the_name_of_the_option(base, tmp_path):
@@ -137,8 +69,3 @@ def test_the_products_as_lora_are_the_same_content(base, tmp_path):
     vera, other, lora = (engine.requests[name].adapter.digest for name in names)
     assert vera == lora != other
     engine.close()
-
-
-def test_the_documentation_has_the_table():
-    docs = Path(__file__).parents[4] / "docs" / "guides" / "adapters.md"
-    assert fields_table(VERA_FIELDS) in docs.read_text(encoding="utf-8")

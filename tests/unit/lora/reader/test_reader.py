@@ -12,7 +12,7 @@ from outrider.models.layers.embedding import EMBEDDING
 from outrider.platform.core.adapter_files import WEIGHT_FILES
 from outrider.platform.core.errors import AdapterError
 
-from ..conftest import HIDDEN, SIZES, module, tensors, vera_state, write_adapter
+from ..conftest import HIDDEN, KIND_STATES, SIZES, module, tensors, write_adapter
 from ..reading import VOCAB, Both, assert_same, vocabulary_weight
 
 pytestmark = pytest.mark.slow
@@ -72,9 +72,9 @@ KINDS = {
     "double": {"state": lambda: {key: value.double() for key, value in tensors().items()}},
     "merged": {"state": merged_state},
     "wrapped": {"state": lambda: tensors(prefix="_orig_mod.base_model.model.", middle=".default")},
-    "vera": {"state": vera_state, "peft_type": "VERA"},
     "vocabulary": {"state": lambda: tensors() | vocabulary_state()},
     "only the vocabulary": {"state": vocabulary_state},
+    **{kind: {"state": state, "peft_type": kind, **fields} for kind, (state, fields) in KIND_STATES.items()},
 }
 
 

@@ -12,20 +12,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
-from ..step_yield import yield_to_steps
-from .peft_config import adapter_error
-from .tensor_file import FLOATS, TensorFile
-from .tensor_keys import ModuleShape, find_module, unwrapped
+from ...step_yield import yield_to_steps
+from ..errors import adapter_error
+from ..tensor_file import TensorFile
+from ..tensor_keys import ModuleShape, find_module, unwrapped
+from .base import TRAINING, AdapterKind, FieldRule, read_floats
+from .lora import FIELDS
+
+_OWN: dict[str, FieldRule] = {
+    "r": FIELDS["r"],
+    "save_projection": FieldRule(
+        "`true`: the file has `vera_A` and `vera_B`",
+        "`false`: save the adapter with save_projection=True",
+        lambda value: value is not None and value is not True,
+    ),
+    "projection_prng_key": FieldRule("any value; only needed without `save_projection`"),
+    "bias": FieldRule(
+        "`none`, `all`, `vera_only`: biases of linear projections",
+        "other values",
+        lambda value: value not in (None, "none", "all", "vera_only"),
+        refused_on="experts",
+    ),
+    "vera_dropout": FieldRule(TRAINING),
+    "d_initial": FieldRule(TRAINING),
+    "init_weights": FieldRule(TRAINING),
+}
+_SHARED_FIELDS = (
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+)
 
 VERA_A, VERA_B = "vera_A", "vera_B"
 _SHARED = re.compile(r"^(?P<part>vera_[AB])(?:\.[^.]+)?$")
 _VECTOR = re.compile(r"^(?P<module>.+)\.vera_lambda_(?P<part>[bd])(?:\.[^.]+)?$")
 
 
-def vera_tensors(file: TensorFile, known: Mapping[str, ModuleShape]) -> TensorFile:
+def _as_lora(config: dict[str, Any]) -> dict[str, Any]:
+    """Return LoRA's fields; the scale is 1."""
+    bias = "lora_only" if config.get("bias") == "vera_only" else config.get("bias")
+    return {"r": config.get("r"), "lora_alpha": config.get("r"), "bias": bias}
+
+
+def _tensors(file: TensorFile, known: Mapping[str, ModuleShape]) -> TensorFile:
     """View a VeRA file's tensors under LoRA's names, for a model with `known` modules. Nothing is read yet.
 
     Raises:
@@ -82,7 +123,7 @@ class _View:
         if shape != (rank,) or size > widest:
             raise adapter_error(f"{key[:200]} {list(shape)} for {size} inputs does not fit vera_A {list(self._a)}")
         self.shapes[name] = rank, size
-        self._products[name] = lambda: self._read_floats(key)[:, None] * self._shared(VERA_A)[:, :size]
+        self._products[name] = lambda: read_floats(self._file, key)[:, None] * self._shared(VERA_A)[:, :size]
 
     def add_b(self, name: str, key: str) -> None:
         """Add diag(b) vera_B[:out] of a vector b."""
@@ -90,7 +131,7 @@ class _View:
         if len(shape) != 1 or shape[0] > widest:
             raise adapter_error(f"{key[:200]} {list(shape)} does not fit vera_B {list(self._b)}")
         self.shapes[name] = shape[0], rank
-        self._products[name] = lambda: self._read_floats(key)[:, None] * self._shared(VERA_B)[: shape[0]]
+        self._products[name] = lambda: read_floats(self._file, key)[:, None] * self._shared(VERA_B)[: shape[0]]
 
     def read(self, key: str) -> Tensor:
         """Read or compute a tensor of the view."""
@@ -100,12 +141,8 @@ class _View:
     def _shared(self, part: str) -> Tensor:
         """Return vera_A or vera_B, which is read once."""
         if part not in self._kept:
-            self._kept[part] = self._read_floats(self._keys[part])
+            self._kept[part] = read_floats(self._file, self._keys[part])
         return self._kept[part]
 
-    def _read_floats(self, key: str) -> Tensor:
-        """Read a tensor of the file as float32, so that products are rounded once, to the dtype of use."""
-        tensor = self._file.read(key)
-        if tensor.dtype not in FLOATS:
-            raise adapter_error(f"{key[:200]} has dtype {tensor.dtype}, which is not served")
-        return tensor.float()
+
+VERA = AdapterKind(peft_type="VERA", own_fields=_OWN, shared_fields=_SHARED_FIELDS, as_lora=_as_lora, tensors=_tensors)
