@@ -89,13 +89,15 @@ class PeftConfig:
         return parameter if any(f".{parameter}".endswith(f".{end}") for end in self.target_parameters) else module
 
 
-def _pattern(config: dict[str, Any], name: str, *, integer: bool) -> Patterns:
+def _pattern(config: dict[str, Any], name: str, *, integer: bool, zero: bool = False) -> Patterns:
+    """Return the patterns of a field with positive values; with `zero`, 0 is served too."""
     values = config.get(name) or {}
     if not isinstance(values, dict):
         raise adapter_error(f"{CONFIG_FILE}: {name} must be an object, got {quote_for_error(values)}")
     patterns = Patterns(name, values)
     for pattern, value in values.items():
-        positive(f"{name}[{quote_for_error(pattern)}]", value, integer=integer)
+        if value != 0 or not zero:
+            positive(f"{name}[{quote_for_error(pattern)}]", value, integer=integer)
     return patterns
 
 
@@ -127,7 +129,7 @@ def read_config(folder: AdapterFolder) -> PeftConfig:
         rank=positive("r", config.get("r"), integer=True),
         alpha=positive("lora_alpha", config.get("lora_alpha"), integer=False),
         use_rslora=bool(config.get("use_rslora")),
-        rank_pattern=_pattern(config, "rank_pattern", integer=True),
+        rank_pattern=_pattern(config, "rank_pattern", integer=True, zero=kind.prunes_ranks),
         alpha_pattern=_pattern(config, "alpha_pattern", integer=False),
         target_parameters=tuple(config.get("target_parameters") or ()),
         use_dora=bool(config.get("use_dora")),

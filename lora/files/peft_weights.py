@@ -83,6 +83,7 @@ class WeightsReader:
         misfits = [error for module in found.values() if (error := self._misfit(module, config, file.shapes))]
         if misfits:
             raise summarize_errors(misfits, "modules do not fit")
+        found = _without_rank_zero(found, config)
         own_rows, own_digest = VocabularyReader(file, config, self.model).read(groups, found)
         modules = [
             stored
@@ -149,6 +150,14 @@ def _check_activated(packed: PackedModules, config: PeftConfig) -> None:
             f"{whole[0]}: alora_invocation_tokens is not served with trained biases or whole weights, which PEFT "
             "applies before the invocation too"
         )
+
+
+def _without_rank_zero(found: Mapping[str, FileModule], config: PeftConfig) -> dict[str, FileModule]:
+    """Return a file's modules without the tensors of those of rank 0; a bias of such a module stays."""
+    for module in found.values():
+        if A in module.keys and config.rank_of(module.configured) == 0:
+            del module.keys[A], module.keys[B]
+    return {name: module for name, module in found.items() if module.keys}
 
 
 def _split(

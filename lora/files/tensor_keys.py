@@ -193,7 +193,7 @@ def group_keys(
         module.keys[part] = key
     if unplaced:
         raise summarize_errors(unplaced, "tensors of the file have no place")
-    if not any(A in module.keys for module in modules.values()):
+    if not any(A in module.keys and 0 not in shapes[module.keys[A]] for module in modules.values()):
         raise adapter_error("the adapter holds no LoRA weights")
     _check_parts(modules)
     return modules, saved

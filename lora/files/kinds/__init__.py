@@ -9,6 +9,7 @@ docs/guides/adapters.md from these rules.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ....platform.core.adapter_files import CONFIG_FILE
@@ -21,10 +22,16 @@ from .vera import VERA
 
 KINDS = {kind.peft_type: kind for kind in (LORA, VERA, ADALORA)}
 
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}"
+
+
 _FIRST, *_OTHERS = KINDS
 _PEFT_TYPE = FieldRule(
-    f"`{_FIRST}`; {', '.join(f'`{name}`' for name in _OTHERS)} with fields of their own",
-    f"only {', '.join(KINDS)} are",
+    f"`{_FIRST}`; {_listed(f'`{name}`' for name in _OTHERS)} with fields of their own",
+    f"only {_listed(KINDS)} are",
     lambda value: value not in [*KINDS],
 )
 

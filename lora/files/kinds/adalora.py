@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....platform.core.adapter_files import CONFIG_FILE
+from ....platform.core.sampling_params import quote_for_error
 from ...step_yield import yield_to_steps
 from ..errors import adapter_error
 from ..patterns import check_bounds
@@ -40,7 +42,7 @@ def _is_no_masks(value: Any) -> bool:
 
 
 _OWN: dict[str, FieldRule] = {
-    "init_r": FIELDS["r"],
+    "init_r": FieldRule("any positive integer; the ranks that are left are up to `--max-lora-rank`"),
     "rank_pattern": FieldRule("lists of booleans: the rows that training kept", "other values", _is_no_masks),
     "r": _IGNORED,
     "alpha_pattern": _IGNORED,
@@ -49,7 +51,7 @@ _OWN: dict[str, FieldRule] = {
     "init_lora_weights": _IGNORED,
     "use_dora": FieldRule("", "DoRA"),
     "target_parameters": FieldRule("", "targeted parameters"),
-    "alora_invocation_tokens": FieldRule("", "activation"),
+    "alora_invocation_tokens": FieldRule("", "activated LoRA"),
     **dict.fromkeys(
         ("target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step"),
         FieldRule(TRAINING),
@@ -58,18 +60,26 @@ _OWN: dict[str, FieldRule] = {
 
 
 def _as_lora(config: dict[str, Any]) -> dict[str, Any]:
-    """Return LoRA's fields; alpha_pattern keeps the scale of modules that have lost ranks."""
+    """Return LoRA's fields; alpha_pattern keeps the scale of modules that have lost ranks.
+
+    Raises:
+        AdapterError: init_r or lora_alpha is no positive number, or a mask has more or fewer rows than init_r.
+    """
     init_r = positive("init_r", config.get("init_r"), integer=True)
     alpha = positive("lora_alpha", config.get("lora_alpha"), integer=False)
     scale = alpha / (init_r + 1e-5)
     masks = config.get("rank_pattern") or {}
     check_bounds("rank_pattern", masks)
-    ranks = {unwrapped(_PATTERN.sub("", name)): sum(mask) for name, mask in masks.items() if any(mask)}
+    for name, mask in masks.items():
+        if len(mask) != init_r:
+            where = f"rank_pattern[{quote_for_error(name)}]"
+            raise adapter_error(f"{CONFIG_FILE}: {where} must have init_r={init_r} values, got {len(mask)}")
+    ranks = {unwrapped(_PATTERN.sub("", name)): sum(mask) for name, mask in masks.items()}
     return {
         "r": init_r,
         "lora_alpha": init_r * scale,
         "rank_pattern": ranks,
-        "alpha_pattern": {name: rank * scale for name, rank in ranks.items()},
+        "alpha_pattern": {name: rank * scale for name, rank in ranks.items() if rank > 0},
     }
 
 
@@ -85,7 +95,7 @@ def _tensors(file: TensorFile, known: Mapping[str, ModuleShape]) -> TensorFile:
     for key, shape in file.shapes.items():
         match = _PART.match(key)
         if match is None and ".lora_" in key:
-            raise adapter_error(f"{key[:200]} is no tensor of AdaLoRA; the configuration has peft_type='ADALORA'")
+            raise adapter_error(f"{key[:200]} is not an AdaLoRA tensor; the configuration has peft_type='ADALORA'")
         if match is None:
             shapes[key] = shape
             continue
@@ -103,7 +113,7 @@ def _tensors(file: TensorFile, known: Mapping[str, ModuleShape]) -> TensorFile:
                 f"{module[:200]}: lora_A, lora_B and lora_E must be [r, in], [out, r] and [r, 1], got {list(a)}, "
                 f"{list(b)} and {list(e)}"
             )
-        for part, factors in (("A", "AE"), ("B", "B")) if a[0] > 0 else ():
+        for part, factors in (("A", "AE"), ("B", "B")):
             shapes[f"{module}.lora_{part}.weight"] = file.shapes[parts[part]]
             sources[f"{module}.lora_{part}.weight"] = [parts[factor] for factor in factors]
         yield_to_steps()
@@ -122,4 +132,5 @@ ADALORA = AdapterKind(
     shared_fields=tuple(name for name in FIELDS if name not in _OWN),
     as_lora=_as_lora,
     tensors=_tensors,
+    prunes_ranks=True,
 )

@@ -50,10 +50,12 @@ class AdapterKind:
     shared_fields: Collection[str]
     """LoRA's fields that mean the same here."""
     as_lora: Callable[[dict[str, Any]], dict[str, Any]]
-    """Returns LoRA's fields that stand for the own ones of a configuration, which follows the rules of `own_fields`."""
+    """Returns LoRA's fields computed from this kind's own. The configuration follows the rules of `own_fields`."""
     tensors: Callable[[TensorFile, Mapping[str, ModuleShape]], TensorFile]
     """Views a file's tensors under LoRA's names, for a model with these modules. It checks shapes, and nothing is read
     until the view's `read`."""
+    prunes_ranks: bool = False
+    """True when modules may have rank 0: their tensors have no rows, and no effect."""
 
 
 def positive(name: str, value: Any, *, integer: bool) -> Any:

@@ -23,6 +23,12 @@ def pruned(state, rows, middle=""):
     return state | {a: state[a][rows], b: state[b][:, rows].contiguous(), e: state[e][rows]}
 
 
+def no_rows(name, in_features=16):
+    """Tensors of a module without rows."""
+    shapes = {"A": (0, in_features), "B": (16, 0), "E": (0, 1)}
+    return {f"{name}.lora_{part}": torch.ones(shape) for part, shape in shapes.items()}
+
+
 @pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("middle", ["", ".default"])
 @pytest.mark.parametrize("wrapper", ["", "_orig_mod."])
@@ -31,14 +37,15 @@ def test_rank_rows_are_the_products(tmp_path, binary, middle, wrapper):
     plain = adalora_state(middle=middle)
     state = {f"{wrapper}{key}": tensor for key, tensor in pruned(plain, mask, middle).items()}
     pattern = {f"{wrapper}{Q_PATTERN}{middle}": mask, f"{module(1, 'q_proj')}.lora_E{middle}": [True] * 4}
-    options = {"r": 100, "lora_alpha": 4, "rank_pattern": pattern}
+    options = {"r": 100, "lora_alpha": 6, "rank_pattern": pattern}
     with Both() as both:
         adapter = both.by_thread(write_adalora(tmp_path / "x", state, binary=binary, **options))
     assert len(adapter.target.modules()) == 2 * len(SIZES)
     for name, weights in adapter.target.modules().items():
         key = f"{wrapper}base_model.model.{name}.lora"
         torch.testing.assert_close(weights.a, state[f"{key}_A{middle}"] * state[f"{key}_E{middle}"])
-        torch.testing.assert_close(weights.b, state[f"{key}_B{middle}"].t())
+        # Of modules that have lost ranks too: alpha / (init_r + 1e-5).
+        torch.testing.assert_close(weights.b, state[f"{key}_B{middle}"].t() * (6 / (4 + 1e-5)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -72,8 +79,8 @@ def test_modules_of_rank_zero_have_no_rows(tmp_path):
         ({f"{Q}.lora_A": torch.ones(4)}, {}, r"must be .* got \[4\]"),
         ({f"{Q}.lora_B": torch.ones(16, 3)}, {}, r"must be .* \[16, 3\]"),
         ({f"{Q}.lora_A": torch.ones(4, 15)}, {}, r"wrong shape: lora_A is \[4, 15\]"),
-        ({f"{Q}.lora_embedding_A": torch.ones(4, 16)}, {}, "is no tensor of AdaLoRA"),
-        ({f"{Q}.lora_magnitude_vector": torch.ones(16)}, {}, "is no tensor of AdaLoRA"),
+        ({f"{Q}.lora_embedding_A": torch.ones(4, 16)}, {}, "is not an AdaLoRA tensor"),
+        ({f"{Q}.lora_magnitude_vector": torch.ones(16)}, {}, "is not an AdaLoRA tensor"),
         ({f"{Q}.lora_E": torch.ones(4, 1, dtype=torch.int8)}, {}, "has dtype torch.int8, which is not served"),
         ({f"{Q}.lora_E": torch.full((4, 1), float("nan"))}, {}, "q_proj: lora_A is not finite"),
         ({}, {"peft_type": "LORA"}, "is no LoRA weight"),
@@ -86,10 +93,21 @@ def test_modules_of_rank_zero_have_no_rows(tmp_path):
         ({}, {"rank_pattern": [1]}, r"rank_pattern=\[1\] is not served"),
         ({}, {"rank_pattern": {Q_PATTERN: 3}}, "rank_pattern=.* is not served"),
         ({}, {"rank_pattern": {Q_PATTERN: [1, 0]}}, "rank_pattern=.* is not served"),
-        ({}, {"rank_pattern": {Q_PATTERN: [True]}}, "rank 1 by the configuration"),
-        ({}, {"rank_pattern": {Q_PATTERN: [True] * 50_000}}, "rank 50000 exceeds the limit"),
+        ({}, {"rank_pattern": {Q_PATTERN: [True, False, False, False]}}, "rank 1 by the configuration"),
+        ({}, {"rank_pattern": {Q_PATTERN: [True]}}, r"rank_pattern\[.*\] must have init_r=4 values, got 1"),
+        ({}, {"rank_pattern": {Q_PATTERN: [True] * 50_000}}, "must have init_r=4 values, got 50000"),
+        (
+            {},
+            {"rank_pattern": {Q_PATTERN: [True] * 4}, "init_r": 1, "lora_alpha": 2**31 - 1},
+            "must have init_r=1 values, got 4",
+        ),
+        (no_rows(Q), {}, r"lora_A is \[0, 16\], expected \[4, 16\]"),
+        (no_rows(Q), {"rank_pattern": {Q_PATTERN: [True] * 4}}, "rank 4 by the configuration"),
+        (no_rows(Q, 999), {"rank_pattern": {Q_PATTERN: [False] * 4}}, r"lora_A is \[0, 999\], expected \[0, 16\]"),
+        (no_rows("base_model.model.other", 999), {"rank_pattern": {"other": [False] * 4}}, "no linear module 'other'"),
+        ({}, {"rank_pattern": {Q_PATTERN: [False] * 4}}, "rank 0 by the configuration"),
         ({}, {"rank_pattern": {f"m{i}": [True] for i in range(20_000)}}, "has 20000 patterns; at most 16384"),
-        ({}, {"rank_pattern": {"(": [True]}}, "is no regular expression"),
+        ({}, {"rank_pattern": {"(": [True] * 4}}, "is no regular expression"),
         ({}, {"rank_pattern": {"x" * 1001: [True]}}, "a pattern has 1001 characters"),
     ],
 )
@@ -108,3 +126,10 @@ def test_an_adapter_of_another_model_is_refused(make_manager, tmp_path):
 def test_an_adapter_without_rows_is_refused(make_manager, tmp_path):
     with pytest.raises(AdapterError, match="holds no LoRA weights"):
         admitted(make_manager(), "x", write_adalora(tmp_path / "x", adalora_state(0)))
+
+
+def test_rows_that_are_left_count_for_the_limit(make_manager, tmp_path):
+    masks = {f"{module(layer, name)}.lora_E": [True] * 4 + [False] * 96 for layer in (0, 1) for name in SIZES}
+    folder = write_adalora(tmp_path / "x", init_r=100, lora_alpha=2**31 - 1, rank_pattern=masks)
+    manager = make_manager()
+    manager.forget(admitted(manager, "x", folder))
