@@ -89,6 +89,7 @@ class InputProcessor:
         """Check a request, so that it can be run.
 
         Args:
+            request_id: follows `check_request_id`.
             prompt: a `ParsedPrompt` is not checked again.
             params: not changed; None is `Defaults()`.
             default_max_tokens: `max_tokens` of `params` without any, or fewer if the context ends first; None: as many
@@ -100,7 +101,6 @@ class InputProcessor:
             InvalidRequestError: anything else that is wrong, with the field in `param`.
         """
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
-        check_request_id(request_id)
         check_integer("priority", options.get("priority", 0), -MAX_SEED - 1)
         check_text("tenant", options.get("tenant", ""))
         check_number("weight", options.get("weight", 1.0), 1 / MAX_TENANT_WEIGHT, MAX_TENANT_WEIGHT)

@@ -295,6 +295,7 @@ class LLMEngine(EngineLife):
         take_options("LLM.prepare()", options)
         self.check_open()
         request_id = str(next(self._numbers)) if request_id is None else request_id
+        check_request_id(request_id)
         self.adapters.int_ids.record(lora_request)
         return self.requests.prepare(
             prompt, params, request_id, lora_request=lora_request, arrival_time=arrival_time, **options

@@ -23,7 +23,7 @@ from .adapters.lora_argument import AnyLoRA
 from .adapters.sources import AdapterSources
 from .beam_search import search_async, step_params
 from .engine_factory import demo_lora_requests, load_text_side
-from .input_processor import InputProcessor, take_options
+from .input_processor import InputProcessor, check_request_id, take_options
 from .output_processor import OutputProcessor
 from .prepared import ParsedPrompt, Prepared, RequestOptions
 from .process.supervisor import EngineProcess, EngineSpec
@@ -132,6 +132,7 @@ class RequestStreams:
         self.engine.check_admits()
         await self.engine.start()
         request_id = request_id if request_id is not None else f"req-{uuid.uuid4().hex}"
+        check_request_id(request_id)
         self.adapters.int_ids.record(lora_request)
         return await self.text_side.requests.prepare(
             prompt,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...client.prepared import ParsedPrompt
 from ...core.errors import InvalidRequestError, PromptTooLongError, invalid
 from ...core.lora_request import LoRA
+from ...core.model_limits import check_token_ids
 from ...core.sampling_params import SamplingParams
 from ..body.lenient import ignore
 from ..serving_state import Serving
@@ -121,6 +122,7 @@ async def chat_job(
         params.structured_outputs = await asyncio.to_thread(answer_constraint, *written)
     else:
         params.structured_outputs = answer_constraint(*written)
+    check_token_ids("messages", plan.prompt, serving.llm.input_processor.num_ids(accepted.lora))
     try:
         job = await accepted.prepare(
             [ParsedPrompt(plan.prompt, field="messages")],

@@ -120,6 +120,10 @@ def test_errors_of_single_requests_stop_nothing_else(model_path: str) -> None:
             await collect(llm.generate([5], priority=2**70))
         with pytest.raises(InvalidRequestError, match="cannot be sent"):
             await collect(llm.generate([5], lora_request=LoRARequest("\ud800", path="/a")))
+        with pytest.raises(InvalidRequestError, match="request_id"):
+            await collect(llm.generate([5], request_id="", lora_request=LoRARequest("x", 7, "/x")))
+        with pytest.raises(NotFoundError, match="integer 7"):  # nothing was done for that request
+            await llm.pin_lora(7)
         assert llm.num_running == 1
         assert not (await anext(other)).finished
         await other.aclose()  # type: ignore[attr-defined]

@@ -210,7 +210,6 @@ def test_prompt_and_max_tokens_may_fill_the_context(processor: InputProcessor) -
     ("arguments", "options", "param"),
     [
         (("r", "a", {"temperature": 1}), {}, "sampling_params"),
-        (("", "a"), {}, "request_id"),
         (("r", "a"), {"priority": "high"}, "priority"),
         (("r", "a"), {"priority": 2**64}, "priority"),
         (("r", "a"), {"cache_salt": "\ud800"}, "cache_salt"),
@@ -222,7 +221,6 @@ def test_prompt_and_max_tokens_may_fill_the_context(processor: InputProcessor) -
         (("r", "a"), {"weight": float("nan")}, "weight"),
         (("r", "a"), {"weight": float("inf")}, "weight"),
         (("r", "a"), {"weight": 2 * MAX_TENANT_WEIGHT}, "weight"),
-        (("\ud800", "a"), {}, "request_id"),
         (("r", "a"), {"lora": "sql"}, "lora_request"),
     ],
 )

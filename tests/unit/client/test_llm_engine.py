@@ -112,6 +112,14 @@ def test_a_refused_request_leaves_nothing(engine: LLMEngine) -> None:
     assert run(engine)["a"]
 
 
+def test_a_wrong_id_is_refused_before_its_adapter_is_known(engine: LLMEngine) -> None:
+    for name in ("", "\ud800", 5):
+        with pytest.raises(InvalidRequestError, match="request_id"):
+            engine.prepare([5], request_id=name, lora_request=LoRARequest("x", 7, "/x"))  # type: ignore[arg-type]
+    with pytest.raises(NotFoundError, match="integer 7"):
+        engine.pin_lora(7)
+
+
 def test_adapters_by_vllms_integers(engine: LLMEngine) -> None:
     first, second = LoRARequest("one", 1, "/one"), LoRARequest("two", 2, "/two")
     assert engine.add_lora(first)

@@ -197,6 +197,12 @@ def test_bad_messages_are_named(http, messages, param):
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+def test_tokens_that_the_model_lacks_are_refused_before_admission(http, llm):
+    response = http.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "€"}]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    assert not llm.calls
+
+
 def test_variables_of_the_template_that_requests_leave_out(make_http, llm, monkeypatch):
     def render(conversation, think, **options):
         return f"think={think} {conversation[0]['content']}"
