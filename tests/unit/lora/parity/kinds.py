@@ -1,12 +1,46 @@
-"""Adapters of PEFT of every kind but LoRA, and their fields: one entry of `KIND_CASES` a kind."""
+"""Adapters of PEFT of every kind but LoRA: one entry of `KIND_CASES` a kind. Cases of the fields that kinds share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import peft
 import torch
 from peft import AdaLoraConfig, VeraConfig, get_peft_model
 
 from .reference import ALL, load_base
+
+# Options of PEFT for a field that all kinds have.
+OF_ALL = {
+    "task_type": {"task_type": "CAUSAL_LM"},
+    "auto_mapping": {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
+    "peft_version": {"peft_version": "0.1"},
+    "base_model_name_or_path": {"base_model_name_or_path": "somebody/something"},
+    "revision": {"revision": "main"},
+    "inference_mode": {"inference_mode": False},
+    "target_modules": {"target_modules": "all-linear"},
+    "layers_to_transform": {"layers_to_transform": [1]},
+    "layers_pattern": {"layers_to_transform": 0, "layers_pattern": "layers"},
+    "fan_in_fan_out": {"fan_in_fan_out": True},
+}
+# The same for fields of LoRA that AdaLoRA has too.
+OF_LORA = {
+    **OF_ALL,
+    "exclude_modules": {"exclude_modules": ["v_proj"]},
+    "lora_dropout": {"lora_dropout": 0.1},
+    "velora_config": {"velora_config": peft.VeloraConfig(num_groups=4)},
+    "monteclora_config": {"monteclora_config": peft.MontecloraConfig()},
+    "megatron_core": {"megatron_core": "other.core"},
+    "runtime_config": {"runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=False)},
+    "qalora_group_size": {"qalora_group_size": 8},
+}
+# Values of LoRA's fields that concern training, written into a file: PEFT needs data or another model to train so.
+WRITTEN_OF_LORA = {
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"corda_method": "ipm"},
+    "lora_ga_config": {"direction": "ArB2r"},
+    "megatron_config": {"hidden_size": 48},
+}
 
 
 def train_vera(base, seed, **options):
@@ -54,7 +88,9 @@ class KindCases:
     served: dict
     """More options, by name of the case: the field, and a letter if it has several."""
     refused: dict
-    """Values written into a plain adapter's file, by name of the case."""
+    """Values written into a plain adapter's file, by name of the field."""
+    written: dict = field(default_factory=dict)
+    """Values that are served, written into a plain adapter's file, by name of the field."""
 
 
 VERA = KindCases(
@@ -63,20 +99,11 @@ VERA = KindCases(
     plain={"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     mixed={"r": 6, "target_modules": ["lm_head", *ALL]},
     served={
+        **OF_ALL,
         "r": {"r": 7},
-        "task_type": {"task_type": "CAUSAL_LM"},
-        "auto_mapping": {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
-        "peft_version": {"peft_version": "0.1"},
-        "base_model_name_or_path": {"base_model_name_or_path": "somebody/something"},
-        "revision": {"revision": "main"},
-        "inference_mode": {"inference_mode": False},
-        "target_modules a": {"target_modules": "all-linear"},
         "target_modules b": {"target_modules": ["lm_head", *ALL]},
         "target_modules c": {"target_modules": r".*\.1\.mlp\.up_proj"},
-        "layers_to_transform": {"layers_to_transform": [1]},
-        "layers_pattern": {"layers_to_transform": 0, "layers_pattern": "layers"},
         "modules_to_save": {"modules_to_save": ["lm_head"]},
-        "fan_in_fan_out": {"fan_in_fan_out": True},
         "bias a": {"bias": "all"},
         "bias b": {"bias": "vera_only"},
         "projection_prng_key": {},
@@ -94,6 +121,7 @@ ADALORA = KindCases(
     plain={"init_r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     mixed={"init_r": 4, "lora_alpha": 5, "target_modules": ["lm_head", *ALL], "kept": _KEPT},
     served={
+        **OF_LORA,
         "init_r": {"init_r": 7},
         "rank_pattern a": {"kept": _KEPT},
         "rank_pattern b": {"kept": _KEPT | {"1.mlp.down_proj": [False] * 4}},
@@ -106,15 +134,11 @@ ADALORA = KindCases(
         "lora_bias": {"lora_bias": True},
         "init_lora_weights a": {"init_lora_weights": False},
         "init_lora_weights b": {"init_lora_weights": "pissa"},
-        "target_modules a": {"target_modules": "all-linear"},
         "target_modules b": {"target_modules": ["lm_head", *ALL]},
-        "exclude_modules": {"exclude_modules": ["v_proj"]},
-        "layers_to_transform": {"layers_to_transform": [1]},
+        "ensure_weight_tying": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
         "bias": {"bias": "lora_only"},
         "modules_to_save": {"modules_to_save": ["lm_head"]},
         "trainable_token_indices": {"trainable_token_indices": [3, 9]},
-        "fan_in_fan_out": {"fan_in_fan_out": True},
-        "lora_dropout": {"lora_dropout": 0.1},
         "target_r": {"target_r": 2},
         "tinit": {"tinit": 2},
         "tfinal": {"tfinal": 2},
@@ -139,6 +163,7 @@ ADALORA = KindCases(
         "kasa_config": {"beta": 1.0},
         "trainable_token_indices": [3, 3],
     },
+    written=WRITTEN_OF_LORA,
 )
 
 KIND_CASES = {"VERA": VERA, "ADALORA": ADALORA}

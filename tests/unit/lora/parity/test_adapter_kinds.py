@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from peft import PeftModel, PeftType, get_peft_model
+from peft import IA3Config, PeftModel, PeftType, get_peft_model
 from peft.utils import load_peft_weights
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +15,7 @@ from outrider.lora.files.kinds import KINDS as KINDS_BY_TYPE
 from outrider.platform.core.errors import AdapterError
 
 from .kinds import KIND_CASES
-from .reference import ALL, CONFIG, VOCAB, Engine, peft_logits, save_base, train
+from .reference import ALL, CONFIG, VOCAB, Engine, load_base, peft_logits, save_base, train
 
 pytestmark = pytest.mark.slow
 
@@ -246,10 +246,15 @@ def test_other_methods_are_refused_by_name(tmp_path):
     train(base, 0, r=2, target_modules=["q_proj"]).save_pretrained(tmp_path / "x")
     file = tmp_path / "x" / "adapter_config.json"
     config = json.loads(file.read_text())
+    *first, last = KINDS_BY_TYPE
+    message = f"peft_type={{}} is not served (only {', '.join(first)} and {last} are)"
     assert {*KINDS_BY_TYPE} < {one.value for one in PeftType}
     for other in ["lora", ["LORA"], None, *({one.value for one in PeftType} - {*KINDS_BY_TYPE})]:
         file.write_text(json.dumps(config | {"peft_type": other}))
-        refused(tmp_path / "x", base, re.escape(f"is not served (only {', '.join(KINDS_BY_TYPE)} are)"))
+        refused(tmp_path / "x", base, re.escape(message.format(repr(other))))
+    options = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    get_peft_model(load_base(base), IA3Config(**options)).save_pretrained(tmp_path / "ia3")
+    refused(tmp_path / "ia3", base, re.escape(message.format("'IA3'")))
 
 
 def test_an_adapter_of_a_model_with_merged_projections(tmp_path):

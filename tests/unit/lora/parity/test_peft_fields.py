@@ -14,6 +14,7 @@ from outrider.lora.files.kinds import KINDS, field_rules, fields_table
 from outrider.lora.files.kinds.lora import LORA
 from outrider.platform.core.errors import AdapterError
 
+from .kinds import OF_LORA, WRITTEN_OF_LORA
 from .reference import ALL, VOCAB, Engine, peft_logits, save_base, train
 
 pytestmark = pytest.mark.slow
@@ -24,22 +25,13 @@ PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_p
 
 # Options of PEFT in addition to `PLAIN`, by name of the case: the field, and a letter if it has several.
 TRAINED = {
-    "task_type": {"task_type": "CAUSAL_LM"},
-    "auto_mapping": {"auto_mapping": {"base_model_class": "Qwen2ForCausalLM"}},
-    "peft_version": {"peft_version": "0.1"},
-    "base_model_name_or_path": {"base_model_name_or_path": "somebody/something"},
-    "revision": {"revision": "main"},
-    "inference_mode": {"inference_mode": False},
+    **OF_LORA,
     "r": {"r": 7},
     "lora_alpha": {"lora_alpha": 3},
     "rank_pattern": {"rank_pattern": {"q_proj": 2}},
     "alpha_pattern": {"alpha_pattern": {r"layers\.1\..*v_proj": 20}},
     "use_rslora": {"use_rslora": True},
     "use_dora": {"use_dora": True},
-    "target_modules": {"target_modules": "all-linear"},
-    "exclude_modules": {"exclude_modules": ["v_proj"]},
-    "layers_to_transform": {"layers_to_transform": [1]},
-    "layers_pattern": {"layers_to_transform": 0, "layers_pattern": "layers"},
     "ensure_weight_tying": {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
     "bias a": {"bias": "all"},
     "bias b": {"bias": "lora_only", "target_modules": ALL},
@@ -58,13 +50,6 @@ TRAINED = {
     "init_lora_weights d": {"init_lora_weights": "pissa"},
     "init_lora_weights e": {"init_lora_weights": "pissa_niter_4"},
     "init_lora_weights f": {"init_lora_weights": "olora"},
-    "fan_in_fan_out": {"fan_in_fan_out": True},
-    "lora_dropout": {"lora_dropout": 0.1},
-    "velora_config": {"velora_config": peft.VeloraConfig(num_groups=4)},
-    "monteclora_config": {"monteclora_config": peft.MontecloraConfig()},
-    "megatron_core": {"megatron_core": "other.core"},
-    "runtime_config": {"runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=False)},
-    "qalora_group_size": {"qalora_group_size": 8},
     "layer_replication": {"layer_replication": [[0, 2], [1, 2]]},
     "target_parameters a": {"target_modules": [], "target_parameters": ["mlp.up_proj.weight"]},
     "target_parameters b": {  # patterns match the parameter's name
@@ -92,11 +77,7 @@ WRITTEN = {
     "trainable_token_indices c": [1, 1],
     "alora_invocation_tokens b": ["invoke"],
     "target_parameters c": "mlp.up_proj.weight",
-    "loftq_config": {"loftq_bits": 4},
-    "eva_config": {"rho": 2.0},
-    "corda_config": {"corda_method": "ipm"},
-    "lora_ga_config": {"direction": "ArB2r"},
-    "megatron_config": {"hidden_size": 48},
+    **WRITTEN_OF_LORA,
     "use_qalora": True,
     "arrow_config": {"top_k": 3},
 }
