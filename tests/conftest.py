@@ -134,7 +134,7 @@ LONG_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread the files that start servers, and wait for them, among the first four fifths of the others: two at once
     would compete for the cores while they start, and leave them idle while they wait; the last one would wait alone."""
-    groups = {item.path: server_group(item.path.relative_to(REPO_ROOT).as_posix()) for item in items}
+    groups = {item.path: server_group(item.nodeid.partition("::")[0]) for item in items}
     waiting = {groups[item.path]: "e2e" in item.path.parts for item in items}
     place: dict[str, float] = {}
     for waits, share in ((True, 0.8), (False, 1.0)):

@@ -32,10 +32,11 @@ SCHEDULED = (
 """Families that are also served in small chunks and with few blocks: one for each kind of attention, of positions, of
 caches and of states. A run that is recorded has all."""
 LIKE_LLAMA = (
-    *("mistral", "qwen2", "qwen3", "gemma3", "smollm3", "smollm3-window", "olmo2", "olmo3", "exaone4", "ernie4.5"),
-    *("granite", "ministral", "ministral3", "mimo"),
+    *("mistral", "qwen2", "qwen3", "smollm3", "smollm3-window", "olmo3", "exaone4", "ernie4.5", "granite", "ministral"),
+    *("ministral3", "mimo"),
 )
-"""Families whose matrices are those of Llama, and are rounded as Llama's. A run that is recorded rounds all."""
+"""Families whose matrices are those of Llama, and are rounded as Llama's. gemma3 (four norms a layer, a tied head) and
+olmo2 (norms after the matrices) stand for their layouts. A run that is recorded rounds all."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""

@@ -1,6 +1,7 @@
 """A server to which a client has a key, and an admin, who alone may load adapters."""
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,12 +21,14 @@ def copy_adapter(folder: Path, name: str = "sql") -> Path:
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory) -> Path:
-    """`root`, `dir` and `store` with an adapter each, and one that is in none of them."""
-    place = tmp_path_factory.mktemp("place").resolve()
-    for name in ("root/good", "dir/first", "store/good", "outside"):
-        copy_adapter(place / name)
-    return place
+def place() -> Iterator[Path]:
+    """`root`, `dir` and `store` with an adapter each, and one that is in none of them. Tests' own folders may be in
+    /dev/shm, all of which is a root of `guarded`."""
+    with tempfile.TemporaryDirectory(prefix="outrider-adapters-", dir="/var/tmp") as folder:
+        place = Path(folder).resolve()
+        for name in ("root/good", "dir/first", "store/good", "outside"):
+            copy_adapter(place / name)
+        yield place
 
 
 @pytest.fixture(scope="session")

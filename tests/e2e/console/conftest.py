@@ -80,16 +80,22 @@ class Console:
         return self.page.locator(f'#answer-stats dt:text-is("{name}") + dd')
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Ends with the module: as long as it lives, an event loop runs in this thread, and tests can run no other."""
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of the browser."""
     path = shutil.which("chromium") or CHROMIUM
     if not Path(path).exists():
         pytest.skip("there is no chromium on this machine")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(chromium) -> Iterator[Browser]:
+    """Ends with the module: as long as it lives, an event loop runs in this thread, and tests can run no other."""
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=path, args=[*flags, "--disable-dev-shm-usage", "--disable-gpu"]
+            executable_path=chromium, args=[*flags, "--disable-dev-shm-usage", "--disable-gpu"]
         )
         yield browser
         browser.close()
@@ -126,8 +132,8 @@ def admin_key() -> str:
 
 
 @pytest.fixture(scope="session")
-def tenants(start_shared, fixed_drafts, folder, admin_key):
-    """A server with a database."""
+def tenants(chromium, start_shared, fixed_drafts, folder, admin_key):
+    """A server with a database; none without a browser, which all tests need."""
     options = ["--database", f"sqlite:///{folder}/outrider.db", "--admin-api-key", admin_key]
     return start_shared(*fixed_drafts, *options, "--lora-root", str(folder))
 

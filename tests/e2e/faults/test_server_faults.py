@@ -10,6 +10,9 @@ import psutil
 import pytest
 from fault_helpers import FAULTS
 
+HANG_SECONDS = 8
+"""--engine-hang-timeout: longer than an engine stalls on a busy machine."""
+
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
@@ -32,7 +35,7 @@ def server(start, options, clock):
 @pytest.fixture(scope="module")
 def second_server(start, options, server):
     """With the journal of the first one, which must have ended."""
-    return start(*options, "--engine-hang-timeout", "3")
+    return start(*options, "--engine-hang-timeout", str(HANG_SECONDS))
 
 
 @pytest.mark.parametrize("jump", [86400.0, -86400.0, -3e9])
@@ -130,7 +133,7 @@ def test_server_process_paused(second_server, load, outcome, check_served):
     engine = server.engine()
     server.process.send_signal(signal.SIGSTOP)
     engine.send_signal(signal.SIGSTOP)
-    threading.Event().wait(4)
+    threading.Event().wait(HANG_SECONDS + 1)
     server.process.send_signal(signal.SIGCONT)
     threading.Event().wait(0.3)  # what would be in time to blame the engine, were clocks all that counts
     engine.send_signal(signal.SIGCONT)

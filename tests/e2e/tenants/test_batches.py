@@ -43,10 +43,11 @@ def test_a_killed_server_loses_and_repeats_nothing(site):
     lines = [request(f"r{i}", **ASK, model="sql" if i % 2 else "outrider-demo") for i in range(COUNT)]
     batch = begin(client, lines, metadata={"night": "1"})
     wait(client, batch, lambda b: b.request_counts.completed >= 5)
-    server.process.kill()
-    server.process.wait()
-
-    server = site.start_again()
+    try:
+        server.process.kill()
+        server.process.wait()
+    finally:  # the other files use it too
+        server = site.start_again()
     client, other = server.client(site.keys["batches"]), server.client(site.keys["few-batches"])
     for call in (
         lambda: other.batches.retrieve(batch.id),
