@@ -31,12 +31,6 @@ SCHEDULED = (
 )
 """Families that are also served in small chunks and with few blocks: one for each kind of attention, of positions, of
 caches and of states. A run that is recorded has all."""
-LIKE_LLAMA = (
-    *("mistral", "qwen2", "qwen3", "smollm3", "smollm3-window", "olmo3", "exaone4", "ernie4.5", "granite", "ministral"),
-    *("ministral3", "mimo"),
-)
-"""Families whose matrices are those of Llama, and are rounded as Llama's. gemma3 (four norms a layer, a tied head) and
-olmo2 (norms after the matrices) stand for their layouts. A run that is recorded rounds all."""
 TOLERANCE = 2e-3
 """Largest difference of a log probability: the sums of an adapter's products are rounded in another order than PEFT's,
 and weights of these models are large."""
@@ -165,11 +159,9 @@ def check_swap(make_engine, run, served: Served) -> None:
     assert (engine.stats().kv_host_hits > 0) == bool(engine.model.kv_layers)
 
 
-def test_quantised_weights(make_engine, run, served, request):
+def test_quantised_weights(make_engine, run, served):
     """Text of weights that were rounded to int8 while they were loaded is that of transformers with the same rounded
     weights, for the base model and for the adapter. Drafts do not change it."""
-    if request.node.callspec.params["served"] in LIKE_LLAMA and not is_recording():
-        pytest.skip("its matrices are rounded as Llama's")
     # If the adapter's file has a copy of the table, that copy is not rounded.
     jobs = served.jobs[::2] if served.saves_embeddings else served.jobs
     speculation = {"method": "ngram", "num_speculative_tokens": 4}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from outrider import LoRARequest, SamplingParams
 from outrider.models.checkpoint.loader import read_facts
 from outrider.platform.core.config import EngineArgs
 from outrider.platform.core.errors import InvalidRequestError
-from outrider.platform.core.messages import EngineRequest
 from outrider.platform.core.speculative_config import parse_speculative
 from outrider.platform.engine.engine_core import EngineCore
 from outrider.spec_decode.control import adapters, trials
@@ -29,6 +26,7 @@ from ..prediction_checkpoints import HIDDEN, LAYOUTS, Checkpoint
 from ..quantized_files import CASES, write_quantized
 from ..thread_ranks import ranks_as_threads
 from ..tiny_families import Family, build
+from .drafted import counts, serve
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +60,6 @@ SEEDED = SamplingParams(temperature=0.9, seed=3, top_k=20, max_tokens=14, ignore
 PROMPTS = [[5 + (7 * i + n) % 120 for i in range(n)] for n in (3, 9, 17, 33)]
 JOBS = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SEEDED)]
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
-
-
-def serve(engine: EngineCore, jobs, check: Callable[[Any], None] | None = None) -> list[list[int]]:
-    """Tokens of each (prompt, params, adapter)."""
-    outputs: dict[str, list[int]] = {}
-    for index, (prompt, params, *lora) in enumerate(jobs):
-        outputs[str(index)] = []
-        engine.add_request(EngineRequest(str(index), list(prompt), params, [1], lora=lora[0] if lora else None))
-    while engine.has_work():
-        for delta in engine.step():
-            outputs[delta.request_id] += delta.token_ids
-        for request in engine.scheduler.running if check is not None else ():
-            check(request)
-    return list(outputs.values())
-
-
-def counts(engine: EngineCore) -> tuple[int, int]:
-    """Drafts and accepted drafts."""
-    entries = [entry.counts for entry in engine.stats().speculation]
-    return sum(c.num_draft_tokens for c in entries), sum(c.num_accepted_tokens for c in entries)
 
 
 @pytest.fixture(scope="module")

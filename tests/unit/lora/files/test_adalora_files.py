@@ -5,7 +5,7 @@ import torch
 
 from outrider.platform.core.errors import AdapterError
 
-from ..conftest import SIZES, adalora_state, admitted, module, write_adapter
+from ..conftest import SIZES, adalora_state, admitted, level, module, write_adapter
 from ..reading import Both
 
 Q = f"base_model.model.{module(0, 'q_proj')}"
@@ -132,4 +132,6 @@ def test_rows_that_are_left_count_for_the_limit(make_manager, tmp_path):
     masks = {f"{module(layer, name)}.lora_E": [True] * 4 + [False] * 96 for layer in (0, 1) for name in SIZES}
     folder = write_adalora(tmp_path / "x", init_r=100, lora_alpha=2**31 - 1, rank_pattern=masks)
     manager = make_manager()
-    manager.forget(admitted(manager, "x", folder))
+    request = admitted(manager, "x", folder)
+    assert level(manager, "x") == "device"
+    manager.forget(request)
