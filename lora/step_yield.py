@@ -17,8 +17,11 @@ _WORK_SECONDS = 0.5e-3
 """Processor time of a thread between two checks of the machine's load."""
 _MOST_SECONDS = 10e-3
 """Longest working time that counts between two calls: a thread of a pool may have done other work since the last."""
-_PAUSE_RATIO = 3.0
-"""Length of a pause, in multiples of the working time before it, if processors are scarce."""
+_PAUSE_RATIO, _LARGE_PAUSE_RATIO = 3.0, 6.0
+"""Length of a pause, in multiples of the working time before it, if processors are scarce: for an adapter that is read
+in some milliseconds, and for a large one, which delays steps for seconds."""
+_LARGE_BYTES = 16 << 20
+"""Size from which an adapter is large."""
 _MAX_WAIT_SECONDS = 0.05
 """Longest time for which the reader process waits while one long step follows another."""
 _POLL_SECONDS = 1e-3
@@ -81,9 +84,14 @@ class CpuYielder(threading.local):
     def __init__(self, flag: LongStepFlag | None = None) -> None:
         """Pause also while `flag` is set."""
         self._flag = flag
+        self._pause_ratio = _PAUSE_RATIO
         self._wait_left = _MAX_WAIT_SECONDS
         self._since = time.thread_time()
         self._num_processors = len(os.sched_getaffinity(0))
+
+    def begin(self, num_bytes: int) -> None:
+        """Choose the length of pauses for an adapter of `num_bytes`, which this thread is about to read or copy."""
+        self._pause_ratio = _LARGE_PAUSE_RATIO if num_bytes >= _LARGE_BYTES else _PAUSE_RATIO
 
     def __call__(self) -> None:
         """Pause when this thread has worked for some time and processors are scarce."""
@@ -91,7 +99,7 @@ class CpuYielder(threading.local):
         if used < _WORK_SECONDS:
             return
         if self._num_runnable() > self._num_processors:
-            time.sleep(_PAUSE_RATIO * used)
+            time.sleep(self._pause_ratio * used)
             self._wait_for_long_step()
         self._since = time.thread_time()
 

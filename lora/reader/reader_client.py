@@ -32,7 +32,9 @@ SWITCH = "OUTRIDER_LORA_READER"
 """Environment variable; "0" switches the reader process off."""
 
 READS_BEFORE = 8
-"""Adapters read in a thread before the process is started, so that an engine with few adapters has no such process."""
+BYTES_BEFORE = 256 << 20
+"""Adapters, or bytes of them, read in a thread before the process is started, so that an engine with few small adapters
+has no such process."""
 START_SECONDS = 60.0
 """Longest time until the process is ready."""
 READ_SECONDS = 10.0
@@ -81,6 +83,7 @@ class AdapterReader:
         self._num_failures = 0
         self._closed = False
         self._wanted = False
+        self._num_bytes = 0  # of requested adapters
         descriptor = LongStepFlag.create()
         self.flag = LongStepFlag(descriptor)
         """Flag of long steps; the thread that steps sets it."""
@@ -114,12 +117,15 @@ class AdapterReader:
         return found
 
     def _ask(self, source: AdapterSource) -> Adapter | ErrorInfo | None:
+        num_bytes = self._files.num_bytes(source)
         self.num_reads += 1
+        self._num_bytes += num_bytes
+        self._wanted = self._wanted or self.num_reads > READS_BEFORE or self._num_bytes > BYTES_BEFORE
         if not self._is_ready():
             return None
         assert self._connection is not None
         try:
-            self._connection.settimeout(READ_SECONDS + self._files.num_bytes(source) / BYTES_A_SECOND)
+            self._connection.settimeout(READ_SECONDS + num_bytes / BYTES_A_SECOND)
             send(self._connection, source)
             message, memory = receive(self._connection)
             found = self._decode(message, memory)
@@ -160,7 +166,7 @@ class AdapterReader:
 
     def _is_ready(self) -> bool:
         """Return whether the process can read now; start it when enough adapters were read."""
-        if self._closed or not (self._wanted or self.num_reads > READS_BEFORE) or self._num_failures >= MAX_FAILURES:
+        if self._closed or not self._wanted or self._num_failures >= MAX_FAILURES:
             return False
         if self._process is None:
             self._start()

@@ -82,7 +82,7 @@ def run(connection: socket.socket) -> None:
     send(connection, {})
     message, descriptors = receive(connection)
     setup = Setup(*message)
-    _yield_processors(descriptors)
+    yielder = _yield_processors(descriptors)
     files = make_files(setup, BaseWeight(_no_base, _no_base), _no_base)
     if setup.native:
         library()
@@ -96,6 +96,7 @@ def run(connection: socket.socket) -> None:
         if not readable:
             continue
         source = AdapterSource(*receive(connection)[0])
+        yielder.begin(files.num_bytes(source))
         message, memory = answer(source, files)
         try:
             send(connection, message, memory)
@@ -105,12 +106,14 @@ def run(connection: socket.socket) -> None:
         yield_to_steps()
 
 
-def _yield_processors(descriptors: Sequence[int]) -> None:
+def _yield_processors(descriptors: Sequence[int]) -> CpuYielder:
     """Let the engine's threads run first. `descriptors`: the engine's flag of long steps; it is closed here."""
     flags = [LongStepFlag(descriptor) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
-    set_yielder(CpuYielder(*flags))
+    yielder = CpuYielder(*flags)
+    set_yielder(yielder)
+    return yielder
 
 
 def main() -> None:

@@ -264,6 +264,7 @@ class Upload:
         rest = memoryview(piece)
         with self._lock:
             self._take(rest.nbytes)
+        _yield_to_steps.begin(self.num_bytes)
         for first in range(0, rest.nbytes, _PIECE):
             self._append(rest[first : first + _PIECE])
             _yield_to_steps()

@@ -50,7 +50,7 @@ def wait_closed(request: LoRARequest) -> None:
 
 def test_a_large_file_is_copied_in_pieces_between_which_steps_run(monkeypatch):
     pauses = []
-    monkeypatch.setattr(adapter_memory, "_yield_to_steps", lambda: pauses.append(1))
+    monkeypatch.setattr(adapter_memory.CpuYielder, "__call__", lambda _: pauses.append(1))
     weights = os.urandom(2 << 20)
     with AdapterMemory(4 << 20, 4 << 20).upload() as upload:
         upload.write(weights)

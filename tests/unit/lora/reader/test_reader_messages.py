@@ -59,16 +59,19 @@ def test_the_lock_is_given_up_now_and_then(monkeypatch):
     assert 10 <= len(clock.slept) <= 25
 
 
-@pytest.mark.parametrize(("runnable", "rests"), [(1, False), (2, False), (3, True), (30, True)])
-def test_the_reader_yields_its_core_when_steps_want_it(monkeypatch, tmp_path, runnable, rests):
+@pytest.mark.parametrize(
+    ("runnable", "num_bytes", "ratio"), [(1, 0, 0), (2, 0, 0), (3, 0, 3), (30, 1, 3), (3, 1 << 30, 6)]
+)
+def test_the_reader_yields_its_core_when_steps_want_it(monkeypatch, tmp_path, runnable, num_bytes, ratio):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(step_yield.os, "sched_getaffinity", lambda _: {0, 1})
     set_load(monkeypatch, tmp_path, runnable)
     yielder = CpuYielder()
+    yielder.begin(num_bytes)
     for _ in range(100):
         clock.now += 0.1e-3
         yielder()
-    assert sum(clock.slept) == pytest.approx(3 * 10e-3 if rests else 0.0, rel=0.1)
+    assert sum(clock.slept) == pytest.approx(ratio * 10e-3, rel=0.1)
 
 
 def test_runnable_processes_are_counted(monkeypatch, tmp_path):

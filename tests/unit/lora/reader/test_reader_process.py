@@ -140,6 +140,14 @@ def test_a_process_that_cannot_start_is_given_up(both, tmp_path, monkeypatch, ca
     other.close()
 
 
+def test_large_adapters_start_the_process_sooner(both, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "BYTES_BEFORE", 1)
+    reader = AdapterReader(both.files)
+    reader.read(AdapterSource(write_adapter(tmp_path / "a")))
+    assert reader.pid is not None
+    reader.close()
+
+
 def test_close_does_not_wait_for_one_that_hangs(both, tmp_path):
     reader = AdapterReader(both.files)
     assert reader.wait_ready(60)

@@ -1,8 +1,13 @@
 """Room in host memory and on the device: LRU, limits, ageing and pins, through the manager."""
 
+import threading
+import weakref
+from queue import SimpleQueue
+
 import pytest
 
 from outrider.lora.manager import ROWS
+from outrider.lora.tiers import host_tier
 from outrider.lora.tiers.starvation import AGING_SECONDS
 from outrider.platform.core.errors import InvalidUserInputError
 from outrider.platform.core.lora_request import LoRARequest
@@ -290,3 +295,17 @@ def test_the_adapter_to_evict_is_found_without_a_full_scan(make_manager, folder,
     assert len(asked) <= 2
     assert [info.name for info in manager.catalog.list() if info.level == "disk"] == ["n1"]
     manager.forget(request)
+
+
+def test_a_large_adapter_is_freed_in_another_thread(make_manager, folder, monkeypatch):
+    monkeypatch.setattr(host_tier, "_LARGE_BYTES", 1)
+    manager = make_manager(max_lora_rank=4, max_loras=1, max_cpu_loras=1)
+    request = admitted(manager, "a", folder("a"))
+    freed: SimpleQueue[threading.Thread] = SimpleQueue()
+    (digest,) = manager._residency.host
+    rows = manager._residency.host.peek(digest).target.linears.data
+    weakref.finalize(rows, lambda: freed.put(threading.current_thread()))
+    del rows
+    manager.forget(request)
+    manager.forget(admitted(manager, "b", folder("b")))  # evicts it
+    assert freed.get(timeout=10) is not threading.current_thread()
