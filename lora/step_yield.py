@@ -17,11 +17,12 @@ _WORK_SECONDS = 0.5e-3
 """Processor time of a thread between two checks of the machine's load."""
 _MOST_SECONDS = 10e-3
 """Longest working time that counts between two calls: a thread of a pool may have done other work since the last."""
-_PAUSE_RATIO, _LARGE_PAUSE_RATIO = 3.0, 6.0
-"""Length of a pause, in multiples of the working time before it, if processors are scarce: for an adapter that is read
-in some milliseconds, and for a large one, which delays steps for seconds."""
-_LARGE_BYTES = 16 << 20
-"""Size from which an adapter is large."""
+_PAUSE_RATIO = 3.0
+"""Length of a pause, in multiples of the working time before it, if processors are scarce."""
+LARGE_PAUSE_RATIO = 6.0
+"""The same for a large adapter, whose work delays steps for a second or more (docs/decisions/0008)."""
+_LARGE_BYTES = 64 << 20
+"""Memory that reading an adapter takes, in bytes, from which it is large."""
 _MAX_WAIT_SECONDS = 0.05
 """Longest time for which the reader process waits while one long step follows another."""
 _POLL_SECONDS = 1e-3
@@ -81,17 +82,17 @@ class CpuYielder(threading.local):
     short pauses cost each step only a little.
     """
 
-    def __init__(self, flag: LongStepFlag | None = None) -> None:
+    def __init__(self, flag: LongStepFlag | None = None, *, pause_ratio: float = _PAUSE_RATIO) -> None:
         """Pause also while `flag` is set."""
         self._flag = flag
-        self._pause_ratio = _PAUSE_RATIO
+        self._pause_ratio = pause_ratio
         self._wait_left = _MAX_WAIT_SECONDS
         self._since = time.thread_time()
         self._num_processors = len(os.sched_getaffinity(0))
 
     def begin(self, num_bytes: int) -> None:
-        """Choose the length of pauses for an adapter of `num_bytes`, which this thread is about to read or copy."""
-        self._pause_ratio = _LARGE_PAUSE_RATIO if num_bytes >= _LARGE_BYTES else _PAUSE_RATIO
+        """Choose the length of pauses for the next adapter, whose reading takes `num_bytes` of memory."""
+        self._pause_ratio = LARGE_PAUSE_RATIO if num_bytes >= _LARGE_BYTES else _PAUSE_RATIO
 
     def __call__(self) -> None:
         """Pause when this thread has worked for some time and processors are scarce."""

@@ -55,7 +55,7 @@ class AdapterFiles:
     def num_bytes(self, source: AdapterSource) -> int:
         """Return the memory that `read` may take: the size of the files, and of copies of them."""
         folders = [source.folder]
-        with contextlib.suppress(AdapterError):  # `read` raises the error
+        with contextlib.suppress(AdapterError, OSError):  # `read` raises the error
             folders += filter(None, self._draft_folders(source) if self._draft is not None else ())
         size = 0
         for folder in folders:

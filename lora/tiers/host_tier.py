@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from ...platform.core.threads import run_later
 from ..adapter import Adapter
 
-_LARGE_BYTES = 16 << 20
-"""Size from which an adapter is freed in a thread of its own: the system takes some 20 ms for 200 MB, in which the
-thread that steps could not go on."""
+_SLOW_TO_FREE = 16 << 20
+"""Bytes in host memory from which another thread than the one that steps frees an adapter: the system takes some 20 ms
+for 200 MB."""
 
 
 class AdapterHostTier:
@@ -57,8 +57,8 @@ class AdapterHostTier:
             held = [self._adapters.pop(digest)]
             num_bytes = held[0].num_bytes
             self.num_bytes -= num_bytes
-            if num_bytes >= _LARGE_BYTES:
-                threading.Thread(target=held.clear, name="lora-free", daemon=True).start()
+            if num_bytes >= _SLOW_TO_FREE:
+                run_later(held.clear)
 
     def has_room(self, num_reserved: int, num_bytes: int | None, num_kept_bytes: int) -> bool:
         """True if one more adapter fits, in addition to adapters that are still being read.

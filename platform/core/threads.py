@@ -6,12 +6,15 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 LARGE_WEIGHTS = 32 << 20
 """Bytes of weights from which a model's steps are long enough to use every core."""
 
+_LATER = ThreadPoolExecutor(1, "outrider-later")
 _left_free = False
 
 
@@ -79,6 +82,15 @@ def threads_for(weight_bytes: int, current: int) -> int:
 def leaves_a_core_free() -> bool:
     """True when this process has called `leave_a_core_free` and the user has not set its threads."""
     return _left_free
+
+
+def run_later(work: Callable[[], Any]) -> None:
+    """Run some work in another thread, such as freeing memory, which does not need Python's lock (the GIL). It must do
+    nothing when it is called again: if no thread can be started, it runs here and may run there later."""
+    try:
+        _LATER.submit(work)
+    except RuntimeError:  # also while the interpreter is ending
+        work()
 
 
 def yield_lock() -> None:

@@ -19,17 +19,17 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Self
 from weakref import WeakKeyDictionary
 
-from .....lora.step_yield import CpuYielder
+from .....lora.step_yield import LARGE_PAUSE_RATIO, CpuYielder
 from ....core.adapter_files import CONFIG_FILE, IN_MEMORY, WEIGHT_FILES
 from ....core.adapter_names import split_engine_name
 from ....core.errors import AdapterError, InvalidUserInputError, invalid
 from ....core.lora_request import LoRARequest, TensorLoRARequest
 from ....core.sampling_params import quote_for_error
+from ....core.threads import run_later
 from .resolver import DEFAULT_MAX_ADAPTER_BYTES, unavailable
 
 DEFAULT_MAX_UPLOAD_BYTES = 4 << 30
@@ -44,10 +44,9 @@ _KEPT = 2
 """Contents of one name that are kept for requests that bring tensors: the newest, and the one before for requests that
 wait."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_CLOSER = ThreadPoolExecutor(1, "adapter-memory")
 _PIECE = 1 << 18
 """Bytes that are digested and written between two pauses: some 0.3 ms."""
-_yield_to_steps = CpuYielder()
+_yield_to_steps = CpuYielder(pause_ratio=LARGE_PAUSE_RATIO)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -264,7 +263,6 @@ class Upload:
         rest = memoryview(piece)
         with self._lock:
             self._take(rest.nbytes)
-        _yield_to_steps.begin(self.num_bytes)
         for first in range(0, rest.nbytes, _PIECE):
             self._append(rest[first : first + _PIECE])
             _yield_to_steps()
@@ -342,14 +340,13 @@ class Upload:
 def close_later(descriptors: Sequence[int]) -> None:
     """Close files in a thread: the system takes some 20 ms to free a large one."""
 
-    def close() -> None:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    left = list(descriptors)
 
-    try:
-        _CLOSER.submit(close)
-    except RuntimeError:  # the interpreter is ending
-        close()
+    def close() -> None:
+        while left:
+            os.close(left.pop())
+
+    run_later(close)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Any failure of the reader process only costs time, and leaves nothing behind."""
 
+import errno
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ from outrider.lora.device.sites import AdapterHooks
 from outrider.lora.manager import AdapterManager
 from outrider.lora.reader import reader_client as reader_module
 from outrider.lora.reader.reader_client import AdapterReader
+from outrider.platform.core.adapter_files import AdapterFolder
 from outrider.platform.core.config import LoRAConfig
 from outrider.platform.core.errors import AdapterError
 from outrider.platform.core.lora_request import LoRARequest
@@ -138,6 +140,17 @@ def test_a_process_that_cannot_start_is_given_up(both, tmp_path, monkeypatch, ca
     assert other._num_failures == reader_module.MAX_FAILURES
     reader.close()
     other.close()
+
+
+def test_a_folder_of_draft_weights_that_cannot_be_resolved_counts_as_empty(both, tmp_path, monkeypatch):
+    source = AdapterSource(write_adapter(tmp_path / "a"))
+    expected = both.files.num_bytes(source)
+
+    def too_long(*_):
+        raise OSError(errno.ENAMETOOLONG, "File name too long")
+
+    monkeypatch.setattr(AdapterFolder, "below", too_long)
+    assert both.files.num_bytes(source) == expected > 0
 
 
 def test_large_adapters_start_the_process_sooner(both, tmp_path, monkeypatch):
