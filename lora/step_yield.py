@@ -83,7 +83,7 @@ class CpuYielder(threading.local):
     """
 
     def __init__(self, flag: LongStepFlag | None = None, *, pause_ratio: float = _PAUSE_RATIO) -> None:
-        """Pause also while `flag` is set."""
+        """Pause also while `flag` is set. `pause_ratio`: see `_PAUSE_RATIO`; `begin` changes it."""
         self._flag = flag
         self._pause_ratio = pause_ratio
         self._wait_left = _MAX_WAIT_SECONDS
