@@ -40,7 +40,7 @@ START_SECONDS = 60.0
 """Longest time until the process is ready."""
 READ_SECONDS = 10.0
 """Longest time until it answers, in addition to the time for the files."""
-BYTES_A_SECOND = 20 << 20
+BYTES_A_SECOND = 10 << 20
 """Bytes of an adapter's files that add one second to that time."""
 NICE = 5
 """Niceness added to that of this process: running requests come before one that waits for its adapter."""
