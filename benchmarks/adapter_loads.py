@@ -1,7 +1,7 @@
 """Measure what loads of an adapter from memory cost the streams that run meanwhile.
 
     python benchmarks/lora_models.py MODELS --models medium
-    python benchmarks/adapter_loads.py --model MODELS/medium [--rank 160] [--rounds 4] [--output-json FILE]
+    python benchmarks/adapter_loads.py --model MODELS/medium [--rank 160] [--rounds 8] [--output-json FILE]
 
 A server streams to four clients on the base model. In every other phase a trainer on the same machine hands over a new
 version of one adapter through /dev/shm, in place, again as soon as the call returns. The first loads, which start the
@@ -165,9 +165,9 @@ def measure(port: int, server: psutil.Process, trainer: Trainer, options: Any) -
 
 def main() -> None:
     """Measure."""
-    parser = make_parser(__doc__, rounds=4, model=True)
+    parser = make_parser(__doc__, rounds=8, model=True)
     parser.add_argument("--rank", type=int, default=160, help="(default: %(default)s)")
-    parser.add_argument("--phase", type=float, default=25, metavar="SECONDS", help="(default: %(default)s)")
+    parser.add_argument("--phase", type=float, default=12, metavar="SECONDS", help="(default: %(default)s)")
     parser.add_argument("--streams", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights (default: %(default)s)")
     options = parser.parse_args()
@@ -188,7 +188,7 @@ def main() -> None:
             process.wait(60)
             trainer.close()
     print(json.dumps(found, indent=1))
-    write_result(options.output_json, CLAIM, f"rank {options.rank}", {"settings": settings_of(options), **found})
+    write_result(options.output_json, CLAIM, f"{Path(options.model).name}, rank {options.rank}, loads from memory", {"settings": settings_of(options), **found})
 
 
 if __name__ == "__main__":
