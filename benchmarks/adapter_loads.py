@@ -56,6 +56,8 @@ class Stream(threading.Thread):
             body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
             connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
             answer, last = connection.getresponse(), None
+            if answer.status != 200:
+                raise RuntimeError(f"a stream failed: {answer.read()!r}")
             while not self.is_ended and (line := answer.readline()):
                 if line.startswith(b"data: {"):
                     now = time.perf_counter()
@@ -106,7 +108,7 @@ class Trainer:
 
 
 def processor_seconds(server: psutil.Process) -> list[float]:
-    """Processor time of the server's process, of its engine and of the reader."""
+    """Processor time of the API process, of the engine's and of the reader."""
     found = {"engine": 0.0, "reader": 0.0}
     for child in server.children(recursive=True):
         used = child.cpu_times()
@@ -114,8 +116,8 @@ def processor_seconds(server: psutil.Process) -> list[float]:
     return [sum(server.cpu_times()[:2]), *found.values()]
 
 
-def p(values: list[float], share: float) -> float:
-    """A quantile, in milliseconds."""
+def quantile_ms(values: list[float], share: float) -> float:
+    """A quantile of seconds, in milliseconds."""
     return round(1e3 * sorted(values)[int(share * (len(values) - 1))], 2)
 
 
@@ -141,13 +143,16 @@ def measure(port: int, server: psutil.Process, trainer: Trainer, options: Any) -
         used[kind].append([(y - x) / (ended - began) for x, y in zip(before, after, strict=True)])
         # list(...): the streams go on
         gaps[kind].append([gap for s in streams for at, gap in list(s.gaps) if began + gap < at < ended])
-        print(f"{kind}: median {p(gaps[kind][-1], 0.5)} ms, p99 {p(gaps[kind][-1], 0.99)} ms", flush=True)
+        print(
+            f"{kind}: median {quantile_ms(gaps[kind][-1], 0.5)} ms, p99 {quantile_ms(gaps[kind][-1], 0.99)} ms",
+            flush=True,
+        )
     for stream in streams:
         stream.is_ended = True
     rows = []
     for name, share in (("median", 0.5), ("p99", 0.99)):
-        quiet, loading = ([p(gap, share) for gap in gaps[kind]] for kind in ("quiet", "loading"))
-        whole = [p([gap for found in gaps[kind] for gap in found], share) for kind in ("quiet", "loading")]
+        quiet, loading = ([quantile_ms(gap, share) for gap in gaps[kind]] for kind in ("quiet", "loading"))
+        whole = [quantile_ms([gap for found in gaps[kind] for gap in found], share) for kind in ("quiet", "loading")]
         row = {"figure": name, "quiet_ms": whole[0], "loading_ms": whole[1], "ratio": round(whole[1] / whole[0], 3)}
         row["ratios"] = [round(y / x, 3) for x, y in zip(quiet, loading, strict=True)]
         rows.append(row)
@@ -188,7 +193,12 @@ def main() -> None:
             process.wait(60)
             trainer.close()
     print(json.dumps(found, indent=1))
-    write_result(options.output_json, CLAIM, f"{Path(options.model).name}, rank {options.rank}, loads from memory", {"settings": settings_of(options), **found})
+    write_result(
+        options.output_json,
+        CLAIM,
+        f"{Path(options.model).name}, rank {options.rank}, loads from memory",
+        {"settings": settings_of(options), **found},
+    )
 
 
 if __name__ == "__main__":
