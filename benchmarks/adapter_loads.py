@@ -3,14 +3,15 @@
     python benchmarks/lora_models.py MODELS --models medium
     python benchmarks/adapter_loads.py --model MODELS/medium [--rank 160] [--rounds 8] [--output-json FILE]
 
-A server streams to four clients on the base model. In every other phase a trainer on the same machine hands over a new
-version of one adapter through /dev/shm, in place, again as soon as the call returns. The first loads, which start the
-reader process, are made before the phases. Figures are of the gaps between tokens of a stream (inter-token latency).
-Rank 160 of the 494M model has 176 MB, as rank 32 of one of 8B.
+A server streams to four clients on the base model. Phases without and with loads alternate (A B B A). With loads, a
+trainer on the same machine hands over a new version of one adapter through /dev/shm, in place, and the next one as soon
+as the call returns. The loads that start the reader process come before the phases. Latencies are the gaps between two
+tokens of a stream. An adapter of rank 160 for the 494M model has 176 MB, as many as one of rank 32 for an 8B model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +36,29 @@ from outrider.platform.cli.bench.random_adapters import AdapterWriter
 
 CLAIM = "Inter-token latency of running streams while adapters are loaded from memory"
 NAME = "policy"
+"""Name of the adapter that is loaded in place."""
 WARM_LOADS = 12
+"""Loads before the phases: the reader process starts after 256 MiB, and is ready some seconds later."""
 MAX_TOKENS = 512
+"""Tokens of one answer."""
+JSON = {"content-type": "application/json"}
+
+
+def post(port: int, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+    """Send a request; RuntimeError if it is refused. The connection is closed with the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", path, json.dumps(body), JSON | {"connection": "close"})
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise RuntimeError(f"{path} failed: {answer.read()!r}")
+    return answer
 
 
 class Stream(threading.Thread):
     """A client that streams one answer after another, and keeps the time and length of every gap between tokens."""
 
     def __init__(self, port: int, number: int) -> None:
+        """`number` makes its prompt another one."""
         super().__init__(daemon=True)
         self._port, self._number = port, number
         self.gaps: list[tuple[float, float]] = []
@@ -50,61 +67,56 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         """Stream until `is_ended`."""
+        body = {"model": "base", "prompt": [5 + self._number] * 32, "max_tokens": MAX_TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         while not self.is_ended:
-            connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-            body = {"model": "base", "prompt": [5 + self._number] * 32, "max_tokens": MAX_TOKENS, "temperature": 0}
-            body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-            answer, last = connection.getresponse(), None
-            if answer.status != 200:
-                raise RuntimeError(f"a stream failed: {answer.read()!r}")
-            while not self.is_ended and (line := answer.readline()):
-                if line.startswith(b"data: {"):
-                    now = time.perf_counter()
-                    if last is not None:
-                        self.gaps.append((now, now - last))
-                    last = now
-            connection.close()
+            last = None
+            with post(self._port, "/v1/completions", body) as answer:
+                while not self.is_ended and (line := answer.readline()):
+                    if line.startswith(b"data: {"):
+                        now = time.perf_counter()
+                        if last is not None:
+                            self.gaps.append((now, now - last))
+                        last = now
 
 
 class Trainer:
-    """Hands over the versions of an adapter."""
+    """Writer of two versions of an adapter in shared memory, which it loads in turn."""
 
     def __init__(self, port: int, model: Path, rank: int, folder: Path) -> None:
-        """Write two versions to shared memory."""
+        """Make the adapters in `folder`, without writing to shared memory yet."""
         self._port = port
-        self.names: list[str] = []
         raw = json.loads((model / "config.json").read_text())
         writer = AdapterWriter(folder, config_from_hf(raw, torch.bfloat16), seed=0)
-        for version in ("a", "b"):
-            adapter = Path(writer.write(version, rank).path)
-            self.config = json.loads((adapter / "adapter_config.json").read_text())
-            name = f"outrider-loads-{os.getpid()}-{version}"
-            self.names.append(name)
-            content = (adapter / "adapter_model.safetensors").read_bytes()
-            Path("/dev/shm", name).write_bytes(content)
-            self.num_bytes = len(content)
+        self._folders = [Path(writer.write(version, rank).path) for version in ("a", "b")]
+        self._configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in self._folders]
         self._num_loads = 0
+        self.num_bytes = 0
+
+    @contextlib.contextmanager
+    def files(self) -> Iterator[None]:
+        """The versions are in shared memory as long as the context lasts."""
+        try:
+            for version in range(2):
+                content = (self._folders[version] / "adapter_model.safetensors").read_bytes()
+                self.num_bytes = len(content)
+                Path("/dev/shm", self._file(version)).write_bytes(content)
+            yield
+        finally:
+            for version in range(2):
+                Path("/dev/shm", self._file(version)).unlink(missing_ok=True)
+
+    def _file(self, version: int) -> str:
+        return f"outrider-loads-{os.getpid()}-{version}"
 
     def load(self) -> float:
         """Load the next version; returns the seconds it took."""
         self._num_loads += 1
-        shm = self.names[self._num_loads % 2]
-        body = {"lora_name": NAME, "load_inplace": True, "lora_shm": shm, "config": self.config}
+        version = self._num_loads % 2
         began = time.perf_counter()
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-        connection.request("POST", "/v1/load_lora_adapter", json.dumps(body), {"content-type": "application/json"})
-        answer = connection.getresponse()
-        text = answer.read()
-        connection.close()
-        if answer.status != 200:
-            raise RuntimeError(f"a load failed: {text!r}")
+        body = {"lora_name": NAME, "load_inplace": True, "lora_shm": self._file(version)}
+        post(self._port, "/v1/load_lora_adapter", body | {"config": self._configs[version]}).close()
         return time.perf_counter() - began
-
-    def close(self) -> None:
-        """Remove the versions."""
-        for name in self.names:
-            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def processor_seconds(server: psutil.Process) -> list[float]:
@@ -122,7 +134,7 @@ def quantile_ms(values: list[float], share: float) -> float:
 
 
 def measure(port: int, server: psutil.Process, trainer: Trainer, options: Any) -> dict[str, Any]:
-    """Phases with and without loads in turn."""
+    """Measure phases with and without loads in turn. Returns the figures of the result."""
     streams = [Stream(port, number) for number in range(options.streams)]
     for stream in streams:
         stream.start()
@@ -140,13 +152,13 @@ def measure(port: int, server: psutil.Process, trainer: Trainer, options: Any) -
             else:
                 time.sleep(began + options.phase - now)
         after, ended = processor_seconds(server), time.perf_counter()
+        if not all(stream.is_alive() for stream in streams):
+            raise RuntimeError("a stream failed")
         used[kind].append([(y - x) / (ended - began) for x, y in zip(before, after, strict=True)])
         # list(...): the streams go on
         gaps[kind].append([gap for s in streams for at, gap in list(s.gaps) if began + gap < at < ended])
-        print(
-            f"{kind}: median {quantile_ms(gaps[kind][-1], 0.5)} ms, p99 {quantile_ms(gaps[kind][-1], 0.99)} ms",
-            flush=True,
-        )
+        median, p99 = (quantile_ms(gaps[kind][-1], share) for share in (0.5, 0.99))
+        print(f"{kind}: median {median} ms, p99 {p99} ms", flush=True)
     for stream in streams:
         stream.is_ended = True
     rows = []
@@ -154,8 +166,8 @@ def measure(port: int, server: psutil.Process, trainer: Trainer, options: Any) -
         quiet, loading = ([quantile_ms(gap, share) for gap in gaps[kind]] for kind in ("quiet", "loading"))
         whole = [quantile_ms([gap for found in gaps[kind] for gap in found], share) for kind in ("quiet", "loading")]
         row = {"figure": name, "quiet_ms": whole[0], "loading_ms": whole[1], "ratio": round(whole[1] / whole[0], 3)}
-        row["ratios"] = [round(y / x, 3) for x, y in zip(quiet, loading, strict=True)]
-        rows.append(row)
+        ratios = [round(y / x, 3) for x, y in zip(quiet, loading, strict=True)]
+        rows.append(row | {"ratios": ratios, "median_ratio": round(statistics.median(ratios), 3)})
     rates = {kind: [statistics.mean(shares) for shares in zip(*used[kind], strict=True)] for kind in used}
     seconds = statistics.mean(loads)
     return {
@@ -168,8 +180,24 @@ def measure(port: int, server: psutil.Process, trainer: Trainer, options: Any) -
     }
 
 
+@contextlib.contextmanager
+def serving(command: list[str], port: int, folder: Path) -> Iterator[psutil.Process]:
+    """A server, until the context ends."""
+    log = folder / "server.log"
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            wait_until_healthy(f"http://127.0.0.1:{port}", process, log)
+            yield psutil.Process(process.pid)
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
 def main() -> None:
-    """Measure."""
+    """Start a server, measure and write the result."""
     parser = make_parser(__doc__, rounds=8, model=True)
     parser.add_argument("--rank", type=int, default=160, help="(default: %(default)s)")
     parser.add_argument("--phase", type=float, default=12, metavar="SECONDS", help="(default: %(default)s)")
@@ -182,23 +210,10 @@ def main() -> None:
     command += ["--max-lora-rank", str(options.rank), "--load-format", options.load_format]
     with tempfile.TemporaryDirectory() as work:
         trainer = Trainer(port, Path(options.model), options.rank, Path(work))
-        log = Path(work, "server.log")
-        with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
-        try:
-            wait_until_healthy(f"http://127.0.0.1:{port}", process, log)
-            found = measure(port, psutil.Process(process.pid), trainer, options)
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-            trainer.close()
+        with trainer.files(), serving(command, port, Path(work)) as server:
+            found = measure(port, server, trainer, options)
     print(json.dumps(found, indent=1))
-    write_result(
-        options.output_json,
-        CLAIM,
-        f"{Path(options.model).name}, rank {options.rank}, loads from memory",
-        {"settings": settings_of(options), **found},
-    )
+    write_result(options.output_json, CLAIM, "loads from memory", {"settings": settings_of(options), **found})
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ _MOST_SECONDS = 10e-3
 """Longest working time that counts between two calls: a thread of a pool may have done other work since the last."""
 _PAUSE_RATIO = 3.0
 """Length of a pause, in multiples of the working time before it, if processors are scarce."""
-LARGE_PAUSE_RATIO = 10.0
-"""The same for a large adapter, whose work delays steps for a second or more (docs/decisions/0008)."""
+_LARGE_PAUSE_RATIO = 12.0
+"""Length of a pause for a large adapter, in multiples of the working time before it: its work would delay steps for a
+second or more (docs/decisions/0008)."""
 _LARGE_BYTES = 64 << 20
 """Memory that reading an adapter takes, in bytes, from which it is large."""
 _MAX_WAIT_SECONDS = 0.05
@@ -76,7 +77,7 @@ class GilYielder(threading.local):
 
 @functools.cache
 def _opened(path: Path) -> int:
-    """Descriptor of a file that stays open: reading takes 3 µs, a tenth of opening it too."""
+    """Descriptor of a file, opened once: reading it takes 3 µs, opening and reading it 23 µs."""
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -89,17 +90,17 @@ class CpuYielder(threading.local):
     short pauses cost each step only a little.
     """
 
-    def __init__(self, flag: LongStepFlag | None = None, *, pause_ratio: float = _PAUSE_RATIO) -> None:
-        """Pause also while `flag` is set. `pause_ratio`: see `_PAUSE_RATIO`; `begin` changes it."""
+    def __init__(self, flag: LongStepFlag | None = None) -> None:
+        """Pause also while `flag` is set."""
         self._flag = flag
-        self._pause_ratio = pause_ratio
+        self._pause_ratio = _PAUSE_RATIO
         self._wait_left = _MAX_WAIT_SECONDS
         self._since = time.thread_time()
         self._num_processors = len(os.sched_getaffinity(0))
 
     def begin(self, num_bytes: int) -> None:
-        """Choose the length of pauses for the next adapter, whose reading takes `num_bytes` of memory."""
-        self._pause_ratio = LARGE_PAUSE_RATIO if num_bytes >= _LARGE_BYTES else _PAUSE_RATIO
+        """Choose the length of this thread's pauses for an adapter whose reading takes `num_bytes` of memory."""
+        self._pause_ratio = _LARGE_PAUSE_RATIO if num_bytes >= _LARGE_BYTES else _PAUSE_RATIO
 
     def __call__(self) -> None:
         """Pause when this thread has worked for some time and processors are scarce."""
@@ -124,7 +125,7 @@ class CpuYielder(threading.local):
         """Number of runnable threads, this one included: 1 of "0.20 0.18 0.12 1/80 11206"; 0 if it is unknown."""
         try:
             return int(os.pread(_opened(_LOAD), 64, 0).split(b"/")[0].rsplit(b" ")[-1])
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the program has closed all files, and this is another one
             return 0
 
 

@@ -41,7 +41,8 @@ START_SECONDS = 60.0
 READ_SECONDS = 10.0
 """Longest time until it answers, in addition to the time for the files."""
 BYTES_A_SECOND = 10 << 20
-"""Bytes of an adapter's files that add one second to that time."""
+"""Bytes of an adapter's files that add one second to that time: 176 MB may take 27 s. With the pauses of large adapters
+a whole load of them took 9 s on a busy machine."""
 NICE = 5
 """Niceness added to that of this process: running requests come before one that waits for its adapter."""
 _MEMORY = {

@@ -78,12 +78,12 @@ def subscribed(publisher, connect, topic=b""):
 
 def replay(connect, publisher, first):
     """Frames of the answer to a request for replay."""
-    socket = connect(zmq.DEALER, publisher.source.replay_endpoint)
-    socket.send_multipart([b"", first.to_bytes(8)])
-    found = []
-    while not found or found[-1][-2] != END:
-        found.append(socket.recv_multipart())
-    return found
+    with connect(zmq.DEALER, publisher.source.replay_endpoint) as socket:
+        socket.send_multipart([b"", first.to_bytes(8)])
+        found = []
+        while not found or found[-1][-2] != END:
+            found.append(socket.recv_multipart())
+        return found
 
 
 def replayed(connect, publisher, first, count):
@@ -165,8 +165,10 @@ def test_a_full_queue_drops_batches_and_uses_up_their_numbers(start, connect, mo
     assert publisher.num_dropped == 94  # one more than the queue holds is on its way
     resumed.set()
     assert len(replayed(connect, publisher, 0, 6)) == 6
-    # ZeroMQ looks at most once in about a millisecond whether the queue has room again.
-    while publisher.num_dropped == publisher.num_batches - 6:
+    deadline = time.monotonic() + SECONDS
+    # ZeroMQ checks only about once a millisecond whether the queue has room again.
+    while publisher.num_batches - publisher.num_dropped == 6:
+        assert time.monotonic() < deadline, "the queue has no room again"
         publish(publisher, 7)
     last = publisher.num_batches - 1
     assert [number for number, _ in replayed(connect, publisher, 0, 7)] == [*range(6), last]

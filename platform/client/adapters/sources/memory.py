@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 from weakref import WeakKeyDictionary
 
-from .....lora.step_yield import LARGE_PAUSE_RATIO, CpuYielder
+from .....lora.step_yield import CpuYielder
 from ....core.adapter_files import CONFIG_FILE, IN_MEMORY, WEIGHT_FILES
 from ....core.adapter_names import split_engine_name
 from ....core.errors import AdapterError, InvalidUserInputError, invalid
@@ -46,7 +46,7 @@ wait."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PIECE = 1 << 18
 """Bytes that are digested and written between two pauses: some 0.3 ms."""
-_yield_to_steps = CpuYielder(pause_ratio=LARGE_PAUSE_RATIO)
+_yield_to_steps = CpuYielder()
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -263,6 +263,7 @@ class Upload:
         rest = memoryview(piece)
         with self._lock:
             self._take(rest.nbytes)
+        _yield_to_steps.begin(self.num_bytes)
         for first in range(0, rest.nbytes, _PIECE):
             self._append(rest[first : first + _PIECE])
             _yield_to_steps()

@@ -59,6 +59,15 @@ def test_a_large_file_is_copied_in_pieces_between_which_steps_run(monkeypatch):
     assert len(pauses) >= 8
 
 
+def test_pauses_are_longer_once_an_adapter_is_large(monkeypatch):
+    began = []
+    monkeypatch.setattr(adapter_memory.CpuYielder, "begin", lambda _, num_bytes: began.append(num_bytes))
+    with AdapterMemory(10, 10).upload() as upload:
+        for piece in (b"ab", b"cde"):
+            upload.write(piece)
+    assert began == [2, 5]
+
+
 @pytest.fixture
 def memory() -> AdapterMemory:
     return AdapterMemory(10_000, 4_000)

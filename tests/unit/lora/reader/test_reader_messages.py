@@ -60,7 +60,7 @@ def test_the_lock_is_given_up_now_and_then(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("runnable", "num_bytes", "ratio"), [(1, 0, 0), (2, 0, 0), (3, 0, 3), (30, 1, 3), (3, 1 << 30, 10)]
+    ("runnable", "num_bytes", "ratio"), [(1, 0, 0), (2, 0, 0), (3, 0, 3), (30, 1, 3), (3, 1 << 30, 12)]
 )
 def test_the_reader_yields_its_core_when_steps_want_it(monkeypatch, tmp_path, runnable, num_bytes, ratio):
     clock = Clock(monkeypatch)
