@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -245,7 +246,7 @@ class Batches:
             self._owners[batch.owner] += 1
             self._runs[batch_id] = asyncio.create_task(self._run(batch, lock, app), name=batch_id)
 
-    async def _run(self, batch: OpenBatch, lock: int, app: ASGIApp) -> None:
+    async def _run(self, batch: OpenBatch, lock: FileIO, app: ASGIApp) -> None:
         try:
             record = await self.call(self.store.read_own, batch.folder)
             if record is not None and record.status in ENDED:
@@ -260,7 +261,7 @@ class Batches:
             logger.exception("%s has stopped, and resumes in %g s", batch.batch_id, RETRY_SECONDS)
             self._not_before[batch.batch_id] = time.monotonic() + RETRY_SECONDS
         finally:
-            os.close(lock)
+            lock.close()
             del self._runs[batch.batch_id]
             self._owners[batch.owner] -= 1
             self._news.set()

@@ -17,6 +17,7 @@ import fcntl
 import os
 import re
 import secrets
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -194,17 +195,18 @@ class BatchStore:
                 if is_old and not (batch.folder / "batch.json").exists():
                     entry.unlink()
 
-    def lock(self, folder: Path) -> int | None:
-        """Descriptor that keeps other servers from running the batch until it is closed; None if another has it."""
+    def lock(self, folder: Path) -> FileIO | None:
+        """File that keeps other servers from running the batch until it is closed; None if another has it. An object,
+        not a descriptor: it is closed too if a task that waits for it is cancelled, and never gets it."""
         if not (folder / "batch.json").exists():
             return None
-        descriptor = open_append(folder / "lock")
+        file = FileIO(open_append(folder / "lock"), "ab")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(descriptor)
+            file.close()
             return None
-        return descriptor
+        return file
 
     def save(self, record: BatchRecord, *, durable: bool = True) -> None:
         """Write a batch's record; one that has ended is open no more."""

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import shutil
+import threading
+import time
 
 import pytest
 from batch_helpers import Site, line
@@ -10,6 +12,7 @@ from batch_helpers import Site, line
 from outrider.platform.http.batches import run as run_module
 from outrider.platform.http.batches.answers import Answers
 from outrider.platform.http.batches.sender import error_line
+from outrider.platform.http.batches.store import BatchStore
 
 COUNT = 40
 
@@ -93,6 +96,26 @@ def test_a_server_that_stops_leaves_the_batch_to_the_next(site, state, monkeypat
     site.run(lambda api: check_all(api, batch_id))
     answered = [call for call in site.llm.calls if call["params"].max_tokens == 3]
     assert len(answered) <= COUNT * 4 // 5 + 1, "what had an answer was answered again"
+
+
+def test_a_server_that_stops_while_it_takes_a_batch_leaves_it_to_the_next(site, monkeypatch):
+    lock, is_locked = BatchStore.lock, threading.Event()
+
+    def slow(self, folder):
+        found = lock(self, folder)
+        is_locked.set()
+        time.sleep(0.2)  # the server stops meanwhile
+        return found
+
+    async def first(api):
+        batch = await api.begin(lines())
+        assert await asyncio.to_thread(is_locked.wait, 30)
+        return batch["id"]
+
+    monkeypatch.setattr(BatchStore, "lock", slow)
+    batch_id = site.run(first)
+    monkeypatch.setattr(BatchStore, "lock", lock)
+    site.run(lambda api: check_all(api, batch_id))
 
 
 @pytest.mark.slow
