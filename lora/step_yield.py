@@ -23,7 +23,7 @@ _PAUSE_RATIO = 3.0
 _LARGE_PAUSE_RATIO = 12.0
 """Length of a pause for a large adapter, in multiples of the working time before it: its work would delay steps for a
 second or more (docs/decisions/0008)."""
-_LARGE_BYTES = 64 << 20
+LARGE_BYTES = 64 << 20
 """Memory that reading an adapter takes, in bytes, from which it is large."""
 _MAX_WAIT_SECONDS = 0.05
 """Longest time for which the reader process waits while one long step follows another."""
@@ -94,16 +94,22 @@ class CpuYielder(threading.local):
         """Pause also while `flag` is set."""
         self._flag = flag
         self._pause_ratio = _PAUSE_RATIO
+        self._check: Callable[[], None] | None = None
         self._wait_left = _MAX_WAIT_SECONDS
         self._since = time.thread_time()
         self._num_processors = len(os.sched_getaffinity(0))
 
-    def begin(self, num_bytes: int) -> None:
-        """Choose the length of this thread's pauses for an adapter whose reading takes `num_bytes` of memory."""
-        self._pause_ratio = _LARGE_PAUSE_RATIO if num_bytes >= _LARGE_BYTES else _PAUSE_RATIO
+    def begin(self, num_bytes: int, check: Callable[[], None] | None = None) -> None:
+        """Choose the length of this thread's pauses for an adapter whose reading takes `num_bytes` of memory. A thread
+        that runs on idle processors only makes none: it calls `check` instead, which may raise."""
+        self._pause_ratio = _LARGE_PAUSE_RATIO if num_bytes >= LARGE_BYTES else _PAUSE_RATIO
+        self._check = check
 
     def __call__(self) -> None:
         """Pause when this thread has worked for some time and processors are scarce."""
+        if self._check is not None:
+            self._check()
+            return
         used = min(time.thread_time() - self._since, _MOST_SECONDS)
         if used < _WORK_SECONDS:
             return

@@ -40,9 +40,9 @@ START_SECONDS = 60.0
 """Longest time until the process is ready."""
 READ_SECONDS = 10.0
 """Longest time until it answers, in addition to the time for the files."""
-BYTES_A_SECOND = 10 << 20
-"""Bytes of an adapter's files that add one second to that time: 176 MB may take 27 s. With the pauses of large adapters
-a whole load of them took 9 s on a busy machine."""
+BYTES_A_SECOND = 5 << 20
+"""Bytes of an adapter's files that add one second to that time: 176 MB may take 44 s. The process may wait 13 s for
+idle processors, and its pauses make it 8 s after that, or more on a slow machine."""
 NICE = 5
 """Niceness added to that of this process: running requests come before one that waits for its adapter."""
 _MEMORY = {

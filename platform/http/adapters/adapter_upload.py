@@ -55,8 +55,10 @@ async def receive_form(request: Request, upload: Upload, max_bytes: int) -> Uplo
     check_origin(request, serving_of(request).config.cors_origins)
     most_others = MAX_OVERHEAD + MAX_CONFIG_BYTES
     length = request.headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and int(length) > max_bytes + most_others:
-        raise BodyTooLargeError(f"file: it is larger than {max_bytes} bytes (--max-lora-bytes)", param="file")
+    if length.isascii() and length.isdigit():
+        if int(length) > max_bytes + most_others:
+            raise BodyTooLargeError(f"file: it is larger than {max_bytes} bytes (--max-lora-bytes)", param="file")
+        upload.expect(int(length))
     form = Form(parse_boundary(request.headers.get("content-type", "")), upload.write, {"config": MAX_CONFIG_BYTES})
     pieces: list[bytes] = []
     size = total = 0
@@ -93,7 +95,7 @@ async def receive_shared_memory(body: LoadAdapterRequest, upload: Upload, max_by
     assert body.lora_shm is not None
     if body.sha256 is not None:
         check_sha256(body.sha256)  # before a gigabyte is read
-    await asyncio.to_thread(read_shared_memory, body.lora_shm, upload.write, max_bytes)
+    await asyncio.to_thread(read_shared_memory, body.lora_shm, upload.expect, upload.write, max_bytes)
 
 
 async def uploaded(upload: Upload, name: str, config: bytes, sha256: str | None, tenant: str) -> LoRARequest:

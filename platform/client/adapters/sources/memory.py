@@ -238,6 +238,7 @@ class Upload:
         self._weights: int | None = None
         self._digest = hashlib.sha256()
         self._path: str | None = None
+        self._expected_bytes = 0
         self.num_bytes = 0
         """Bytes of the weights so far."""
 
@@ -254,6 +255,10 @@ class Upload:
         with _memory_errors():
             return os.memfd_create(self._token, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
+    def expect(self, num_bytes: int) -> None:
+        """Choose pauses for this many bytes. Without it those of a small adapter are made until it is a large one."""
+        self._expected_bytes = num_bytes
+
     def write(self, piece: bytes | bytearray | memoryview) -> None:
         """Append a piece of the safetensors file.
 
@@ -263,7 +268,7 @@ class Upload:
         rest = memoryview(piece)
         with self._lock:
             self._take(rest.nbytes)
-        _yield_to_steps.begin(self.num_bytes)
+        _yield_to_steps.begin(max(self.num_bytes, self._expected_bytes))
         for first in range(0, rest.nbytes, _PIECE):
             self._append(rest[first : first + _PIECE])
             _yield_to_steps()

@@ -17,11 +17,12 @@ _PIECE = 1 << 20
 """Bytes that are copied at once."""
 
 
-def read_shared_memory(name: str, write: Callable[[memoryview], Any], most: int) -> None:
+def read_shared_memory(name: str, expect: Callable[[int], Any], write: Callable[[memoryview], Any], most: int) -> None:
     """Copy a POSIX shared memory object, such as one of Python's `multiprocessing.shared_memory`.
 
     Args:
         name: Its name, with or without the slash that POSIX puts before it.
+        expect: Gets its size, first.
         write: Gets the pieces.
         most: Largest size.
 
@@ -46,6 +47,7 @@ def read_shared_memory(name: str, write: Callable[[memoryview], Any], most: int)
             raise error("is no shared memory object")
         if status.st_size > most:
             raise error(f"has {status.st_size} bytes; at most {most} are read (--max-lora-bytes)")
+        expect(status.st_size)
         left, buffer = status.st_size, memoryview(bytearray(min(_PIECE, status.st_size)))
         while left and (count := os.preadv(descriptor, [buffer[: min(left, _PIECE)]], status.st_size - left)):
             write(buffer[:count])

@@ -68,6 +68,16 @@ def test_pauses_are_longer_once_an_adapter_is_large(monkeypatch):
     assert began == [2, 5]
 
 
+def test_pauses_are_long_from_the_start_if_the_size_is_known(monkeypatch):
+    began = []
+    monkeypatch.setattr(adapter_memory.CpuYielder, "begin", lambda _, num_bytes: began.append(num_bytes))
+    with AdapterMemory(10, 10).upload() as upload:
+        upload.expect(4)
+        for piece in (b"ab", b"cde"):
+            upload.write(piece)
+    assert began == [4, 5]
+
+
 @pytest.fixture
 def memory() -> AdapterMemory:
     return AdapterMemory(10_000, 4_000)
@@ -259,13 +269,16 @@ def shm():
 
 def read(name: str, most: int = 1 << 30, on_piece=lambda: None) -> bytes:
     pieces = []
+    sizes = []
 
     def write(piece: memoryview) -> None:
         pieces.append(bytes(piece))
         on_piece()
 
-    read_shared_memory(name, write, most)
-    return b"".join(pieces)
+    read_shared_memory(name, sizes.append, write, most)
+    value = b"".join(pieces)
+    assert sizes == [len(value)]
+    return value
 
 
 def test_shared_memory_is_read(shm):
