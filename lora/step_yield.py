@@ -86,7 +86,7 @@ class CpuYielder(threading.local):
     Each thread has its own time.
 
     The threads of an operation wait for each other, so one without a processor delays all of them. The operating system
-    would preempt a thread for a clock tick at a time (4 ms, the step of a small model), whatever the priorities. Many
+    would preempt a thread for a clock tick at a time (4 ms, the step of a small model), whatever their niceness. Many
     short pauses cost each step only a little.
     """
 
@@ -100,8 +100,8 @@ class CpuYielder(threading.local):
         self._num_processors = len(os.sched_getaffinity(0))
 
     def begin(self, num_bytes: int, check: Callable[[], None] | None = None) -> None:
-        """Choose the length of this thread's pauses for an adapter whose reading takes `num_bytes` of memory. A thread
-        that runs on idle processors only makes none: it calls `check` instead, which may raise."""
+        """Choose the length of this thread's pauses for an adapter whose reading takes `num_bytes` of memory. With
+        `check` it makes no pauses, and calls that instead, which may raise."""
         self._pause_ratio = _LARGE_PAUSE_RATIO if num_bytes >= LARGE_BYTES else _PAUSE_RATIO
         self._check = check
 

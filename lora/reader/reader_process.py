@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -40,6 +41,8 @@ IDLE_SECONDS = 5.0
 IDLE_BYTES_A_SECOND = 20 << 20
 """Bytes of an adapter that add one second to that time: 13 s for the 168 MiB of rank 32 of an 8B model, which take 4 to
 9 s next to a step that uses two cores."""
+BUSY_SECONDS = 60.0
+"""Time for which large adapters are read with pauses at once, after one for which too few processors were idle."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -92,6 +95,7 @@ def run(connection: socket.socket) -> None:
     files = make_files(setup, BaseWeight(_no_base, _no_base), _no_base)
     if setup.native:
         library()
+    answering = BetweenSteps(files, yielder)
     asked = select.poll()
     asked.register(connection, select.POLLIN)
     while True:
@@ -102,7 +106,7 @@ def run(connection: socket.socket) -> None:
         if not readable:
             continue
         source = AdapterSource(*receive(connection)[0])
-        message, memory = _answer_between_steps(source, files, yielder)
+        message, memory = answering.answer(source)
         try:
             send(connection, message, memory)
         finally:
@@ -111,27 +115,33 @@ def run(connection: socket.socket) -> None:
         yield_to_steps()
 
 
-def _answer_between_steps(
-    source: AdapterSource, files: AdapterFiles, yielder: CpuYielder
-) -> tuple[dict[str, Any], int | None]:
-    """Return `answer`, without delaying steps much. Small adapters, for which requests wait, are read with short
-    pauses. Large ones are read on idle processors, or with long pauses if these are too few."""
-    num_bytes = files.num_bytes(source)
+class BetweenSteps:
+    """Answers requests without delaying steps much."""
 
-    def work(check: Callable[[], None]) -> tuple[dict[str, Any], int | None]:
-        yielder.begin(num_bytes, check)
-        return answer(source, files)
+    def __init__(self, files: AdapterFiles, yielder: CpuYielder) -> None:
+        self._files, self._yielder = files, yielder
+        self._busy_until = 0.0  # until then no processor is expected to be idle
 
-    found = None
-    if num_bytes >= LARGE_BYTES:
-        found = run_idle(work, IDLE_SECONDS + num_bytes / IDLE_BYTES_A_SECOND, _discard)
-    if found is None:
-        yielder.begin(num_bytes)
-        found = answer(source, files)
-    return found
+    def answer(self, source: AdapterSource) -> tuple[dict[str, Any], int | None]:
+        """Return `answer`. Adapters of `LARGE_BYTES` are read on idle processors; if these are too few, again from the
+        start with pauses, as the others."""
+        num_bytes = self._files.num_bytes(source)
+
+        def work(check: Callable[[], None]) -> tuple[dict[str, Any], int | None]:
+            self._yielder.begin(num_bytes, check)
+            return answer(source, self._files)
+
+        if num_bytes >= LARGE_BYTES and time.monotonic() >= self._busy_until:
+            answered = run_idle(work, IDLE_SECONDS + num_bytes / IDLE_BYTES_A_SECOND, _close_memory)
+            if answered is not None:
+                return answered
+            self._busy_until = time.monotonic() + BUSY_SECONDS
+        self._yielder.begin(num_bytes)
+        return answer(source, self._files)
 
 
-def _discard(answered: tuple[dict[str, Any], int | None]) -> None:
+def _close_memory(answered: tuple[dict[str, Any], int | None]) -> None:
+    """Discard an answer."""
     if answered[1] is not None:
         os.close(answered[1])
 

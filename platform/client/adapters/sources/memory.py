@@ -213,7 +213,7 @@ class AdapterMemory:
 
         owner, _ = split_engine_name(request.name)
         with self.upload(owner) as upload:
-            for piece in tensor_pieces(request.lora_tensors):
+            for piece in tensor_pieces(request.lora_tensors, upload.expect):
                 upload.write(piece)
             made = replace(upload.finish(config_bytes(request.peft_config)), lora_name=request.name)
             made = replace(made, lora_int_id=request.lora_int_id)
@@ -256,7 +256,7 @@ class Upload:
             return os.memfd_create(self._token, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     def expect(self, num_bytes: int) -> None:
-        """Choose pauses for this many bytes. Without it those of a small adapter are made until it is a large one."""
+        """Choose pauses for this many bytes. Otherwise they are those of a small adapter until 64 MiB have arrived."""
         self._expected_bytes = num_bytes
 
     def write(self, piece: bytes | bytearray | memoryview) -> None:

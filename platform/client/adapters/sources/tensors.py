@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -19,9 +19,10 @@ _ALIGNMENT = 8
 """The data of a safetensors file begin at a multiple of this."""
 
 
-def tensor_pieces(tensors: Mapping[str, Any]) -> Iterator[memoryview]:
+def tensor_pieces(tensors: Mapping[str, Any], expect: Callable[[int], Any]) -> Iterator[memoryview]:
     """A safetensors file, in pieces: its header, then each tensor, which is copied from its device when its turn
     comes. `safetensors.torch.save` would hold all of them at once, and takes no tensors that share memory.
+    `expect` gets the size of the tensors first.
 
     Raises:
         AdapterError: one is no tensor, or of a dtype or layout that cannot be written.
@@ -36,6 +37,7 @@ def tensor_pieces(tensors: Mapping[str, Any]) -> Iterator[memoryview]:
         stop = offset + tensor.numel() * tensor.element_size()
         header[key] = {"dtype": _NAMES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [offset, stop]}
         offset = stop
+    expect(offset)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     yield memoryview(len(text).to_bytes(8, "little") + text)

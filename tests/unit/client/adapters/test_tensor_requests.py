@@ -41,7 +41,9 @@ def test_every_kind_of_tensor():
         "float8": torch.randn(4).to(torch.float8_e4m3fn),
         "flag": torch.tensor([True, False]),
     }
-    found = safetensors.torch.load(b"".join(tensor_pieces(given)))
+    sizes = []
+    found = safetensors.torch.load(b"".join(tensor_pieces(given, sizes.append)))
+    assert sizes == [sum(tensor.nbytes for tensor in given.values())]
     assert found.keys() == given.keys()
     for name, tensor in given.items():
         assert found[name].dtype == tensor.dtype
@@ -62,7 +64,7 @@ def test_every_kind_of_tensor():
 )
 def test_what_cannot_be_written(wrong):
     with pytest.raises(AdapterError) as caught:
-        list(tensor_pieces({"good": torch.zeros(1), "wrong": wrong}))
+        list(tensor_pieces({"good": torch.zeros(1), "wrong": wrong}, print))
     assert caught.value.param == "lora_tensors"
     assert "'wrong'" in caught.value.message
 
